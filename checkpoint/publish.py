@@ -1,0 +1,85 @@
+"""Make an output folder appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import HeadfoldError, UsageError
+
+_UNFINISHED = ".unfinished-"
+
+
+def refuse_occupied(out: Path, overwrite: bool) -> None:
+    """Refuse an output path that is in the way.
+
+    Raises:
+        UsageError: ``out`` exists and ``overwrite`` is false, or it is a file or link, which is never replaced.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise UsageError(f"The output {out} exists and is no folder.", "Choose another path for the output.")
+    if any(out.iterdir()) and not overwrite:
+        raise UsageError(
+            f"The output folder {out} exists and is not empty.",
+            "Choose another path, remove the folder, or pass --overwrite to replace it.",
+        )
+
+
+@contextmanager
+def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary sibling of ``out`` to write to; rename it to ``out`` when the block ends well.
+
+    A sibling lies on the same file system, so the rename is one atomic step. When the block raises, the
+    temporary folder is removed; when the process is killed, it stays behind under a name that looks unfinished,
+    and the next call for the same ``out`` removes it.
+
+    Raises:
+        UsageError: ``out`` is in the way, see :func:`refuse_occupied`.
+        HeadfoldError: the disk is full or not writable.
+    """
+    refuse_occupied(out, overwrite)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for left_over in out.parent.glob(f".{out.name}{_UNFINISHED}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{_UNFINISHED}", dir=out.parent))
+        folder.chmod(0o777 & ~_umask())
+    except OSError as problem:
+        raise HeadfoldError(f"{out} cannot be written: {problem.strerror}.", "Check the path and its permissions.") from problem
+    try:
+        yield folder
+        _swap_in(folder, out)
+    except OSError as problem:
+        raise HeadfoldError(
+            f"Writing {out} failed: {problem.strerror or problem}.", "Nothing was left behind; free some space and run it again."
+        ) from problem
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _swap_in(folder: Path, out: Path) -> None:
+    """Rename ``folder`` to ``out``; an old ``out`` steps aside first and goes only once the new one stands."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+    if not out.exists():
+        folder.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}{_UNFINISHED}old-", dir=out.parent))
+    out.rename(old / out.name)
+    folder.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    """mkdtemp makes private folders; the published one gets the user's usual permissions."""
+    current = os.umask(0)
+    os.umask(current)
+    return current

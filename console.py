@@ -1,0 +1,102 @@
+"""Talk to a person on stderr (log lines, progress) and print data on stdout (tables)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+talk = Console(stderr=True, highlight=False, soft_wrap=True)
+"""stderr: what is going on. rich honours NO_COLOR and drops colours when stderr is no terminal."""
+data = Console(highlight=False, soft_wrap=True)
+"""stdout: the result of the command."""
+
+
+def _is_main_process() -> bool:
+    """True on the one process that may talk; torchrun and accelerate set RANK for the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def info(message: str) -> None:
+    """One line of progress in words."""
+    if _is_main_process():
+        talk.print(escape(message))
+
+
+def warn(message: str) -> None:
+    """One line about something the user may not expect."""
+    if _is_main_process():
+        talk.print(f"[yellow]warning:[/yellow] {escape(message)}")
+
+
+def error(message: str, hint: str | None = None) -> None:
+    """The sentence that ends a failed command, with its hint."""
+    talk.print(f"[bold red]error:[/bold red] {escape(message)}")
+    if hint:
+        talk.print(f"[bold cyan]hint:[/bold cyan] {escape(hint)}")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout; the first column is left-aligned, the others are numbers."""
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        grid.add_row(*(escape(cell) for cell in row))
+    data.print(grid)
+
+
+class Advance(Protocol):
+    """What a progress bar hands out: call it with the number of units just done."""
+
+    def __call__(self, amount: float = 1) -> None: ...
+
+
+@contextmanager
+def progress(description: str, total: float | None) -> Iterator[Advance]:
+    """A bar with elapsed time and ETA on a terminal, silent elsewhere (logs stay readable).
+
+    Args:
+        description: what is being done, a few words.
+        total: units of work, or None when it is not known.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not (talk.is_terminal and _is_main_process())
+    with Progress(*columns, console=talk, transient=True, disable=hidden) as bars:
+        task = bars.add_task(description, total=total)
+
+        def advance(amount: float = 1) -> None:
+            bars.advance(task, amount)
+
+        yield advance
+
+
+def human_bytes(count: float) -> str:
+    """1536 → '1.50 KiB'. Binary units, as allocators and file systems count."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def human_seconds(seconds: float) -> str:
+    """75 → '1m15s'; hours and minutes above one hour."""
+    whole = int(round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

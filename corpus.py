@@ -1,0 +1,232 @@
+"""Text by name, as documents: one reader for calibration, uptraining and evaluation.
+
+A corpus is named ``NAME`` or ``NAME#SPLIT``:
+
+- ``stdlib``: CPython's standard library, present wherever Python is; splits ``train`` and ``heldout``;
+- a ``.txt``, ``.jsonl``/``.json`` or ``.parquet`` file (``text`` column), or a folder of them;
+- anything else is a ``datasets`` id, ``org/name`` or ``org/name:config``, its revision after ``@``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .errors import DataError, UsageError
+
+TRAIN, HELDOUT = "train", "heldout"
+_HELDOUT_SHARE = 10  # one module in ten
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_TEXT_SUFFIXES = {".txt", ".md", ".jsonl", ".json", ".parquet"}
+# WikiText marks the title of an article as " = Title = ", its sections with more equal signs.
+_WIKITEXT_TITLE = re.compile(r"^ = [^=].*[^=] = *$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text that stands alone: a module, an article, a record."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Named documents, read again on each pass.
+
+    Attributes:
+        spec: the name that opens the same corpus again, its split included.
+        revision: what the text is a version of, e.g. ``CPython 3.11.7`` or a commit.
+        read: opens a fresh iterator over the documents, always in the same order.
+    """
+
+    spec: str
+    revision: str
+    read: Callable[[], Iterator[Document]]
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.read()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash over names and texts, in order; reads the corpus once."""
+        digest = hashlib.sha256()
+        for document in self:
+            for part in (document.name, document.text):
+                encoded = part.encode("utf-8", "surrogatepass")
+                digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        return digest.hexdigest()
+
+    def describe(self) -> dict[str, str]:
+        """What a record must hold to find the same text again."""
+        return {"corpus": self.spec, "revision": self.revision, "sha256": self.sha256}
+
+
+def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
+    """Open a corpus by name.
+
+    Args:
+        spec: ``NAME`` or ``NAME#SPLIT``, see the module's text.
+        default_split: taken where ``spec`` names none; files have no splits and are taken whole.
+
+    Raises:
+        UsageError: no such file, an unknown split, or a name that is neither file nor data set.
+        DataError: the corpus holds no text.
+    """
+    name, _, split = spec.partition("#")
+    if not name:
+        raise UsageError(f"The corpus name {spec!r} is empty.", "Try --data stdlib, or the path of a text file.")
+    path = Path(name).expanduser()
+    if name == "stdlib":
+        corpus = _open_stdlib(split or default_split)
+    elif path.exists():
+        if split:
+            raise UsageError(
+                f"{name} is a file or folder, which has no split {split!r}.",
+                "Keep evaluation text in a file of its own and name that file.",
+            )
+        corpus = _open_files(path)
+    elif path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~")):
+        raise UsageError(f"There is no text file at {name}.", "Check the path given to --data.")
+    else:
+        corpus = _open_dataset(name, split or default_split)
+    if not any(document.text.strip() for document in corpus):
+        raise DataError(f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document.")
+    return corpus
+
+
+def _open_stdlib(split: str) -> Corpus:
+    if split not in (TRAIN, HELDOUT):
+        raise UsageError(f"The corpus stdlib has no split {split!r}.", f"Its splits are {TRAIN} and {HELDOUT}.")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    modules = [path for path in _stdlib_modules(root) if _stdlib_split(path) == split]
+
+    def read() -> Iterator[Document]:
+        for module in modules:
+            yield Document(module, (root / module).read_text(encoding="utf-8", errors="replace"))
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Corpus(f"stdlib#{split}", f"CPython {version}", read)
+
+
+def _stdlib_modules(root: Path) -> list[str]:
+    """Relative paths of the modules, ordered by hash so that any prefix is a fair sample."""
+    found = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        folders = relative.parts[:-1]
+        # Build settings differ from one machine to the next; they are no source text.
+        if any(part in _SKIPPED_FOLDERS or part.startswith("config-") for part in folders):
+            continue
+        if relative.name.startswith("_sysconfigdata"):
+            continue
+        found.append(relative.as_posix())
+    return sorted(found, key=_path_hash)
+
+
+def _path_hash(module: str) -> str:
+    return hashlib.sha256(module.encode()).hexdigest()
+
+
+def _stdlib_split(module: str) -> str:
+    """The split hangs on the module's path alone, so it is the same on every Python."""
+    return HELDOUT if int(_path_hash(module)[-8:], 16) % _HELDOUT_SHARE == 0 else TRAIN
+
+
+def _open_files(path: Path) -> Corpus:
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in _TEXT_SUFFIXES and file.is_file())
+        if not files:
+            raise DataError(f"The folder {path} holds no text file.", f"Known endings: {', '.join(sorted(_TEXT_SUFFIXES))}.")
+
+    def read() -> Iterator[Document]:
+        for file in files:
+            yield from _read_file(file)
+
+    return Corpus(str(path), "local file" if path.is_file() else "local folder", read)
+
+
+def _read_file(file: Path) -> Iterator[Document]:
+    readers = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".parquet": _read_parquet}
+    try:
+        yield from readers.get(file.suffix, _read_plain)(file)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {problem}.", "Re-save it as UTF-8.") from problem
+
+
+def _read_plain(file: Path) -> Iterator[Document]:
+    """A WikiText file gives its articles, any other file is one document."""
+    text = file.read_text(encoding="utf-8")
+    starts = [match.start() for match in _WIKITEXT_TITLE.finditer(text)]
+    if not starts:
+        yield Document(file.name, text)
+        return
+    for index, (start, end) in enumerate(zip(starts, [*starts[1:], len(text)], strict=True)):
+        yield Document(f"{file.name}#{index}", text[start:end])
+
+
+def _read_json_lines(file: Path) -> Iterator[Document]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as problem:
+                raise DataError(
+                    f"Line {number} of {file} is no JSON: {problem.msg}.", "Each line must be one JSON object."
+                ) from problem
+            yield Document(f"{file.name}#{number}", _text_of(record, f"line {number} of {file}"))
+
+
+def _read_parquet(file: Path) -> Iterator[Document]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowException as problem:
+        raise DataError(f"{file} is no readable parquet file: {problem}.") from problem
+    number = 0
+    for batch in table.iter_batches(batch_size=1024):
+        for record in batch.to_pylist():
+            yield Document(f"{file.name}#{number}", _text_of(record, f"row {number} of {file}"))
+            number += 1
+
+
+def _text_of(record: Any, where: str) -> str:
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"There is no text in {where}.", "Each record needs a field 'text' that holds a string.")
+    return text
+
+
+def _open_dataset(name: str, split: str) -> Corpus:
+    """A ``datasets`` id, streamed; ``heldout`` means its validation split."""
+    import datasets
+
+    path, _, revision = name.partition("@")
+    path, _, config = path.partition(":")
+    wanted = "validation" if split == HELDOUT else split
+    try:
+        stream = datasets.load_dataset(path, config or None, split=wanted, revision=revision or None, streaming=True)
+    except Exception as problem:  # the library raises many kinds; each means that this name gives no data
+        raise UsageError(
+            f"{name!r} is neither a file nor a data set that can be opened: {type(problem).__name__}: {problem}",
+            "Give the path of a text file, 'stdlib', or a datasets id like 'org/name:config#split'.",
+        ) from problem
+
+    def read() -> Iterator[Document]:
+        for number, record in enumerate(stream):
+            yield Document(f"{path}#{number}", _text_of(record, f"record {number} of {name}"))
+
+    return Corpus(f"{name}#{split}", revision or f"datasets {datasets.__version__}, default revision", read)

@@ -1,0 +1,47 @@
+"""The errors a user can meet: what went wrong, and a hint that says what to do about it."""
+
+from __future__ import annotations
+
+
+class HeadfoldError(Exception):
+    """Something failed for a reason the user can act on.
+
+    Args:
+        message: one sentence: what failed, and why.
+        hint: what to type or change; shown on a line of its own.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(HeadfoldError):
+    """The request itself is wrong: a path, a number or a recipe key. Nothing was started."""
+
+    exit_code = 2
+
+
+class CheckpointError(HeadfoldError):
+    """The files of a checkpoint are damaged, incomplete or contradict each other."""
+
+
+class UnsupportedError(HeadfoldError):
+    """The checkpoint is sound, but headfold cannot convert or run it correctly, so it does not try."""
+
+
+class DataError(HeadfoldError):
+    """Text that cannot be used: empty, unreadable, or too short for what was asked."""
+
+
+class TrainingError(HeadfoldError):
+    """Training cannot go on, for example because the loss is no longer a number."""
+
+
+class Interrupted(HeadfoldError):
+    """A signal asked the run to stop; its state is saved and the same command continues it."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
