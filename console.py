@@ -100,3 +100,9 @@ def human_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def result(path: object) -> None:
+    """The path of what a command made: the last line on stdout, for scripts to read."""
+    if _is_main_process():
+        data.print(str(path), markup=False)

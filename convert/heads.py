@@ -33,6 +33,8 @@ class Attention:
 
     Attributes:
         keys_normed: an RMS norm with weights shared by all heads acts on q and k after the projection, so K cannot be rescaled.
+        q_norm_D: weights of that norm for the queries, where it has any; a basis change must leave them in place.
+        k_norm_D: the same for the keys.
     """
 
     q_HDC: Tensor
@@ -44,6 +46,8 @@ class Attention:
     v_bias_KD: Tensor | None = None
     rotary: Rotary = Rotary("none", 0)
     keys_normed: bool = False
+    q_norm_D: Tensor | None = None
+    k_norm_D: Tensor | None = None
 
     @property
     def query_heads(self) -> int:

@@ -1,0 +1,188 @@
+"""Read and write safetensors headers; the bytes behind them stay where they are.
+
+The format: 8 bytes little-endian length N, N bytes of JSON (name → dtype, shape, data_offsets), then one buffer without
+gaps. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""The dtypes whose values can be averaged; 8-bit floats cannot, their scales lie elsewhere."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    Attributes:
+        dtype: as safetensors spells it, for example ``BF16``.
+        begin, end: absolute byte range in ``file``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one file: its tensors in the order of their bytes, and its free-form metadata."""
+
+    tensors: tuple[TensorInfo, ...]
+    metadata: dict[str, str]
+
+
+def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor.
+
+    Raises:
+        CheckpointError: this version does not know the dtype.
+    """
+    if dtype not in _BITS:
+        raise CheckpointError(
+            f"The safetensors dtype {dtype} is not known.", "Save the checkpoint in a standard dtype."
+        )
+    return math.prod(shape) * _BITS[dtype] // 8
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """``BF16`` → ``torch.bfloat16``.
+
+    Raises:
+        CheckpointError: headfold computes nothing in this dtype.
+    """
+    import torch
+
+    if dtype not in _TORCH_NAMES:
+        raise CheckpointError(
+            f"Tensors of dtype {dtype} cannot be computed with.", "Save the checkpoint in bf16 or float32."
+        )
+    found: torch.dtype = getattr(torch, _TORCH_NAMES[dtype])
+    return found
+
+
+def read_header(file: Path) -> Header:
+    """Read and check the header of ``file``; no weight is read.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            head = stream.read(_LENGTH_BYTES)
+            length = int.from_bytes(head, "little")
+            if head.startswith(b"version "):
+                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
+            if len(head) < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+                raise _damaged(file, "its header is truncated or damaged")
+            entries = json.loads(stream.read(length).decode("utf-8"))
+    except FileNotFoundError as problem:
+        raise CheckpointError(f"{file} does not exist.", "The checkpoint is incomplete: fetch it again.") from problem
+    except (UnicodeDecodeError, ValueError, RecursionError) as problem:
+        raise _damaged(file, "its header is no JSON") from problem
+    except OSError as problem:
+        raise CheckpointError(f"{file} cannot be read: {problem.strerror}.", "Check its permissions.") from problem
+    if not isinstance(entries, dict):
+        raise _damaged(file, "its header is no JSON object")
+    metadata = _metadata(entries.pop("__metadata__", None))
+    start = _LENGTH_BYTES + length
+    tensors = sorted(
+        (_tensor(file, name, entry, start) for name, entry in entries.items()), key=lambda t: (t.begin, t.end)
+    )
+    _check_layout(file, tensors, start, size)
+    return Header(tuple(tensors), metadata)
+
+
+def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The bytes before the buffer of a file that holds ``tensors`` (name, dtype, shape) in this order, without gaps."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + byte_size(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # the buffer starts aligned, as the library writes it
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _metadata(raw: object) -> dict[str, str]:
+    """Free-form metadata; some writers leave it out, or write null or an empty object."""
+    if not isinstance(raw, dict):
+        return {}
+    return {str(key): str(value) for key, value in raw.items()}
+
+
+def _tensor(file: Path, name: str, entry: object, start: int) -> TensorInfo:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            all(type(side) is int and side >= 0 for side in shape) and 0 <= begin <= end
+        ):
+            info = TensorInfo(name, dtype, tuple(shape), file, start + begin, start + end)
+        case _:
+            raise _damaged(file, f"the header entry of {name} makes no sense")
+    if info.nbytes != byte_size(dtype, info.shape):
+        raise _damaged(
+            file, f"{name} has {info.nbytes} bytes, but its shape {list(shape)} in {dtype} needs another number"
+        )
+    return info
+
+
+def _check_layout(file: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
+    position = start
+    for tensor in tensors:
+        if tensor.begin != position:
+            raise _damaged(file, f"the bytes of {tensor.name} overlap others or leave a gap")
+        position = tensor.end
+    if position > size:
+        raise _damaged(file, f"it is truncated: {size:,} bytes of {position:,}")
+    if position < size:
+        raise _damaged(file, f"it has {size - position:,} bytes too many at its end")
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged: {why}.", "Fetch or save this file again.")

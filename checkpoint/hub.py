@@ -1,0 +1,44 @@
+"""Find the folder of a checkpoint: a local path, or a Hugging Face hub id that is downloaded first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..errors import UsageError
+
+FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
+"""Weights in other formats (and training state): not downloaded, not copied, because they would still hold the source."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def find_folder(spec: str | Path, revision: str | None = None) -> Path:
+    """The local folder of ``spec``; a hub id goes through huggingface_hub's cache.
+
+    Raises:
+        UsageError: there is no such folder, and no hub repository of that name can be reached.
+    """
+    folder = Path(spec).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UsageError(f"{folder} is a file; a checkpoint is a folder.", "Give the folder that holds config.json.")
+    name = str(spec)
+    if not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise UsageError(f"There is no folder {folder}.", "Check the path.")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(FOREIGN_WEIGHTS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as problem:
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise UsageError(
+            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {reason}",
+            "Check the spelling and the network; private models need `hf auth login`.",
+        ) from problem

@@ -1,0 +1,178 @@
+"""Write a checkpoint folder: headers first, then copied tensors as byte ranges and computed ones at their place."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..console import Advance, human_bytes
+from ..errors import CheckpointError, HeadfoldError
+from .header import TensorInfo, byte_size, encode_header, torch_dtype
+from .source import INDEX_NAME, Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK_BYTES = 16 * 2**20
+_NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ETXTBSY}
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor of the result.
+
+    Attributes:
+        source: where its bytes are copied from; None when :meth:`ShardWriter.put` will bring them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: TensorInfo | None
+
+    @property
+    def nbytes(self) -> int:
+        return byte_size(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A weight file of the result: its path relative to the folder, its tensors in order, and its metadata."""
+
+    path: Path
+    tensors: tuple[OutTensor, ...]
+    metadata: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class ShardWriter:
+    """The weight files of one checkpoint, laid out before any weight is written.
+
+    ``create`` writes the headers and gives every file its full length (a hole on most file systems), so that
+    a model class can check names and shapes before anything big happens. Then ``copy`` and ``put`` fill the files.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[OutFile]) -> None:
+        self.folder = folder
+        self.files = files
+        self._places: dict[str, tuple[Path, int, OutTensor]] = {}
+
+    def create(self) -> None:
+        """Write headers, lengths and, for more than one file or a sharded source, the index with its totals."""
+        for file in self.files:
+            entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
+            header = encode_header(entries, {**file.metadata, "format": "pt"})
+            target = self.folder / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as stream:
+                stream.write(header)
+                stream.truncate(len(header) + file.nbytes)
+            position = len(header)
+            for tensor in file.tensors:
+                self._places[tensor.name] = (target, position, tensor)
+                position += tensor.nbytes
+
+    def write_index(self) -> None:
+        """The index of the shards; totals count tensors once, as they are on disk (a tied head is not there twice)."""
+        weight_map = {tensor.name: file.path.as_posix() for file in self.files for tensor in file.tensors}
+        totals = {
+            "total_parameters": sum(math.prod(tensor.shape) for file in self.files for tensor in file.tensors),
+            "total_size": sum(file.nbytes for file in self.files),
+        }
+        index = {"metadata": totals, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def copy(self, advance: Advance) -> None:
+        """Copy every tensor that has a source, neighbours in one go; ``advance`` gets bytes."""
+        for file in self.files:
+            with (self.folder / file.path).open("r+b") as target:
+                for run in _runs(file.tensors):
+                    first = run[0].source
+                    assert first is not None
+                    position = self._places[run[0].name][1]
+                    length = sum(tensor.nbytes for tensor in run)
+                    with first.file.open("rb") as source:
+                        _copy_range(source.fileno(), target.fileno(), first.begin, position, length, advance)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a computed tensor at its place; it is stored in the dtype of the header."""
+        import torch
+
+        file, position, expected = self._places[name]
+        if tuple(tensor.shape) != expected.shape:
+            raise ValueError(f"{name}: computed {tuple(tensor.shape)}, planned {expected.shape}")
+        stored = tensor.detach().to(torch_dtype(expected.dtype)).contiguous()
+        data = memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+        with file.open("r+b") as stream:
+            stream.seek(position)
+            stream.write(data)
+
+
+def copy_side_files(source: Checkpoint, folder: Path) -> None:
+    """Copy tokenizer, templates, remote code and the like byte for byte; links become files, code is not run."""
+    for path in source.side_files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / path, folder / path)
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Refuse before writing when the file system of ``folder`` (or its nearest parent) has too little room.
+
+    Raises:
+        HeadfoldError: fewer than ``nbytes`` are free.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < nbytes:
+        raise HeadfoldError(
+            f"{folder} needs {human_bytes(nbytes)}, but only {human_bytes(free)} are free there.",
+            "Free some space or choose another output path.",
+        )
+
+
+def _runs(tensors: Sequence[OutTensor]) -> Iterator[list[OutTensor]]:
+    """Group copied tensors that are neighbours in their source file as they are in the result."""
+    run: list[OutTensor] = []
+    for tensor in tensors:
+        last = run[-1].source if run else None
+        adjoins = last and tensor.source and last.file == tensor.source.file and last.end == tensor.source.begin
+        if run and not adjoins:
+            yield run
+            run = []
+        if tensor.source is not None:
+            run.append(tensor)
+    if run:
+        yield run
+
+
+def _copy_range(source: int, target: int, begin: int, position: int, length: int, advance: Advance) -> None:
+    """Copy bytes inside the kernel where the file systems allow it, else through a buffer."""
+    in_kernel = hasattr(os, "copy_file_range")
+    while length:
+        count = min(length, _CHUNK_BYTES)
+        if in_kernel:
+            try:
+                moved = os.copy_file_range(source, target, count, begin, position)
+            except OSError as problem:
+                if problem.errno not in _NO_KERNEL_COPY:
+                    raise
+                in_kernel = False
+                continue
+        else:
+            moved = os.pwrite(target, os.pread(source, count, begin), position)
+        if moved == 0:
+            raise CheckpointError("A weight file of the source became shorter while it was read.")
+        begin, position, length = begin + moved, position + moved, length - moved
+        advance(moved)

@@ -1,0 +1,166 @@
+"""The command line: read options, call one function, print. The one place that turns an error into an exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__, console
+from .errors import HeadfoldError
+from .uptrain.settings import UptrainSettings
+
+app = typer.Typer(
+    name="headfold",
+    help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and see what it cost and won.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, or its id on the Hugging Face hub.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write. It appears whole or not at all.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.data.print(f"headfold {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def _help(field: str) -> str | None:
+    return UptrainSettings.model_fields[field].description
+
+
+def _default(field: str) -> Any:
+    return UptrainSettings.model_fields[field].default
+
+
+@app.command(epilog="Example: `headfold uptrain small-gqa8 --data corpus.jsonl --fraction 0.05 --pretraining-tokens 3e9 -o small-gqa8-up`")
+def uptrain(
+    checkpoint: Source,
+    out: Out,
+    data: Annotated[str, typer.Option(help=_help("data"))],
+    fraction: Annotated[float | None, typer.Option(help=_help("fraction"))] = None,
+    pretraining_tokens: Annotated[float | None, typer.Option(help=f"{_help('pretraining_tokens')}; 2e12 is understood")] = None,
+    tokens: Annotated[float | None, typer.Option(help=_help("tokens"))] = None,
+    steps: Annotated[int | None, typer.Option(help=_help("steps"))] = None,
+    block: Annotated[int, typer.Option(help=_help("block"))] = _default("block"),
+    batch: Annotated[int, typer.Option(help=_help("batch"))] = _default("batch"),
+    micro_batch: Annotated[int, typer.Option(help=_help("micro_batch"))] = _default("micro_batch"),
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default("learning_rate"),
+    final_learning_rate: Annotated[float, typer.Option(help=_help("final_learning_rate"))] = _default("final_learning_rate"),
+    warmup: Annotated[float, typer.Option(help=_help("warmup"))] = _default("warmup"),
+    schedule: Annotated[str, typer.Option(help="cosine, linear, constant or warmup-stable-decay")] = _default("schedule"),
+    weight_decay: Annotated[float, typer.Option(help=_help("weight_decay"))] = _default("weight_decay"),
+    clip: Annotated[float, typer.Option(help=_help("clip"))] = _default("clip"),
+    teacher: Annotated[str | None, typer.Option(help=_help("teacher"))] = None,
+    distillation_weight: Annotated[float, typer.Option(help=_help("distillation_weight"))] = _default("distillation_weight"),
+    precision: Annotated[str, typer.Option(help=f"auto, fp32 or bf16, {_help('precision')}")] = _default("precision"),
+    device: Annotated[str, typer.Option(help="auto or cpu")] = _default("device"),
+    seed: Annotated[int, typer.Option(help="of the order of the text")] = _default("seed"),
+    log_every: Annotated[int, typer.Option(help=_help("log_every"))] = _default("log_every"),
+    save_every: Annotated[int, typer.Option(help=_help("save_every"))] = _default("save_every"),
+    keep: Annotated[int, typer.Option(help=_help("keep"))] = _default("keep"),
+    eval_data: Annotated[str | None, typer.Option(help=_help("eval_data"))] = None,
+    eval_every: Annotated[int, typer.Option(help=_help("eval_every"))] = _default("eval_every"),
+    eval_tokens: Annotated[int, typer.Option(help="tokens of one held-out evaluation")] = _default("eval_tokens"),
+    restart: Annotated[bool, typer.Option("--restart", help="Throw an unfinished run away instead of continuing it.")] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Continue the pretraining of a converted checkpoint for a small share of its budget.
+
+    One process: call it as it is. Several: `accelerate launch --num_processes 8 -m headfold uptrain …`.
+    A run that was stopped or killed goes on from its newest save when the same command is given again.
+    """
+    given = {name: value for name, value in locals().items() if name in UptrainSettings.model_fields}
+    for name in ("pretraining_tokens", "tokens"):
+        given[name] = _whole(name, given[name])
+    settings = _settings(given)
+    if dry_run:
+        from .uptrain.budget import plan_budget
+
+        budget = plan_budget(settings)
+        rows = [["tokens", f"{budget.tokens:,}"], ["steps", f"{budget.steps:,}"], ["tokens per step", f"{budget.tokens_per_step:,}"]]
+        console.table(f"Uptraining {checkpoint}", ["budget", ""], rows)
+        return
+    from .uptrain.loop import uptrain as run_uptraining
+
+    run_uptraining(checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code)
+    console.result(out)
+
+
+def _whole(name: str, number: float | None) -> int | None:
+    """2e12 on the command line is a whole number of tokens."""
+    from .errors import UsageError
+
+    if number is None:
+        return None
+    if number != int(number):
+        raise UsageError(f"--{name.replace('_', '-')} {number} is no whole number of tokens.")
+    return int(number)
+
+
+def _settings(given: dict[str, Any]) -> UptrainSettings:
+    """Validate options by the very model that validates recipes."""
+    from pydantic import ValidationError
+
+    from .errors import UsageError
+
+    try:
+        return UptrainSettings(**given)
+    except ValidationError as problem:
+        fault = problem.errors()[0]
+        option = "--" + str(fault["loc"][0]).replace("_", "-")
+        raise UsageError(f"{option} {fault['input']}: {fault['msg']}.", "See `headfold uptrain --help`.") from problem
+
+
+@app.command(epilog="Example: `headfold run demo -o demo`")
+def run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe such as demo.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Convert, uptrain and compare in a row, as a recipe says. Steps that are done already are skipped.
+
+    The path of the report is the last line printed.
+    """
+    from .recipes.schema import load_recipe
+
+    loaded = load_recipe(recipe)
+    folder = out if out is not None else Path("runs") / Path(recipe).stem
+    if dry_run:
+        import yaml
+
+        console.data.print(yaml.safe_dump(loaded.model_dump(), sort_keys=False), markup=False)
+        return
+    from .recipes.run import run_recipe
+
+    console.result(run_recipe(loaded, folder))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the console script; always ends in SystemExit."""
+    try:
+        app(arguments)
+    except HeadfoldError as problem:
+        console.error(problem.message, problem.hint)
+        sys.exit(problem.exit_code)
+    except KeyboardInterrupt:
+        console.error("Interrupted.")
+        sys.exit(130)

@@ -1,0 +1,129 @@
+"""``aligned``: turn the heads of a group towards each other, then average them.
+
+Orthogonal Procrustes over a group (Jin et al. 2024, arXiv 2412.20677, section 3), in the metric of the activations;
+for K under rotary positions the turn of a plane is one phase, since nothing else commutes with every rotation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .basis import Sharing, shared
+from .energy import Energy, Rows
+from .heads import Attention
+
+if TYPE_CHECKING:
+    from .methods import MethodContext
+
+_SWEEPS, _SETTLED = 50, 1e-7
+"""Each sweep can only raise the agreement; unrelated heads settle slowest, and there the last digits gain nothing."""
+
+
+def aligned(attention: Attention, groups: int, context: MethodContext) -> Attention:
+    """Average each group after lining its heads up.
+
+    Where the keys pass through an RMS norm, only what commutes with its weights is turned: the sign of a plane or row,
+    and its phase where both weights of the plane are equal.
+
+    Raises:
+        UnsupportedError: the rotary layout is not known.
+        UsageError: the statistics belong to a model of another width.
+    """
+    return shared(attention, groups, context.second_moment, align_group)
+
+
+def align_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
+    """Phases for the planes of K, rotations for its other rows and for V."""
+    members = energy.values_KDKD.shape[0]
+    if attention.keys_normed:
+        planes_Fm, passing_mPP, scale_m = normed_turns(attention, rows, energy)
+    else:
+        planes_Fm, passing_mPP = phases(energy.planes_FKK), rotations(energy.passing_KPKP)
+        scale_m = torch.ones(members, dtype=torch.float64)
+    values_mDD = rotations(energy.values_KDKD)
+    return Sharing(
+        plane_combine_Fm=planes_Fm.conj() * scale_m / members,
+        plane_expand_Fm=planes_Fm,
+        passing_combine_mPP=passing_mPP.mT * scale_m[:, None, None] / members,
+        passing_expand_mPP=passing_mPP,
+        value_combine_mDD=values_mDD.mT / members,
+        value_expand_mDD=values_mDD,
+        balanced=False,
+    )
+
+
+def phases(gram_Fmm: Tensor) -> Tensor:
+    """Unit numbers b (F, m) that maximise Σ_ij conj(b_i) S_ij b_j: member i, divided by b_i, agrees best with the others.
+
+    For real S they are signs. Starts at the top eigenvector; turning one member at a time towards the sum of the others
+    never lowers the agreement. b_0 is 1.
+    """
+    turn_Fm = _unit(torch.linalg.eigh(gram_Fmm).eigenvectors[..., -1])
+    others_Fmm = gram_Fmm - torch.diag_embed(gram_Fmm.diagonal(dim1=-2, dim2=-1))
+    for _ in range(_SWEEPS):
+        before_Fm = turn_Fm.clone()
+        for member in range(turn_Fm.shape[1]):
+            turn_Fm[:, member] = _unit((others_Fmm[:, member] * turn_Fm).sum(-1))
+        if torch.allclose(turn_Fm, before_Fm, rtol=0, atol=_SETTLED):
+            break
+    return turn_Fm * turn_Fm[:, :1].conj()
+
+
+def _unit(numbers: Tensor) -> Tensor:
+    size = numbers.abs()
+    return torch.where(size > 0, numbers / size.clamp_min(torch.finfo(torch.float64).tiny), torch.ones_like(numbers))
+
+
+def rotations(gram_mPmP: Tensor) -> Tensor:
+    """Orthogonal O (m, P, P) that maximise Σ_ij tr O_iᵀ S_ij O_j, so that O_iᵀ W_i agree; O_0 is the identity.
+
+    Turns one member at a time towards the sum of the others, as :func:`phases` does.
+    """
+    members, width = gram_mPmP.shape[:2]
+    turn_mPP = _polar(gram_mPmP[:, :, 0])
+    others = torch.arange(members)
+    for _ in range(_SWEEPS if width else 0):
+        before_mPP = turn_mPP.clone()
+        for member in range(members):
+            rest = others[others != member]
+            turn_mPP[member] = _polar(torch.einsum("pjq,jqr->pr", gram_mPmP[member][:, rest], turn_mPP[rest]))
+        if torch.allclose(turn_mPP, before_mPP, rtol=0, atol=_SETTLED):
+            break
+    return turn_mPP @ turn_mPP[0].T
+
+
+def _polar(matrices: Tensor) -> Tensor:
+    """The nearest orthogonal matrices (Schönemann 1966)."""
+    left, _, right = torch.linalg.svd(matrices)
+    return left @ right
+
+
+def normed_turns(attention: Attention, rows: Rows, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:
+    """What an RMS norm over a head leaves free: phases (F, m), signs as matrices (m, P, P), and a scale per member.
+
+    The norm hides a member's size, so members are first brought to their mean size.
+    """
+    power_m = energy.planes_FKK.diagonal(dim1=-2, dim2=-1).real.sum(0) + energy.passing_KPKP.flatten(0, 1).flatten(
+        1, 2
+    ).diagonal().unflatten(0, energy.passing_KPKP.shape[:2]).sum(-1)
+    size_m = power_m.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+    scale_m = size_m.mean() / size_m
+    scale_mm = scale_m.unsqueeze(-1) * scale_m
+    planes_FKK = energy.planes_FKK * scale_mm
+    signs_Fm = phases(planes_FKK.real).to(planes_FKK.dtype)
+    planes_Fm = torch.where(_free_planes(attention, rows).unsqueeze(-1), phases(planes_FKK), signs_Fm)
+    rows_Pmm = energy.passing_KPKP.diagonal(dim1=1, dim2=3).permute(2, 0, 1) * scale_mm
+    return planes_Fm, torch.diag_embed(phases(rows_Pmm).T), scale_m
+
+
+def _free_planes(attention: Attention, rows: Rows) -> Tensor:
+    """True for the planes in which the norms of q and of k each have two equal weights, so that any phase commutes."""
+    free_F = torch.ones(len(rows.first_F), dtype=torch.bool)
+    for weights_D in (attention.q_norm_D, attention.k_norm_D):
+        if weights_D is None:
+            return torch.zeros_like(free_F)
+        free_F &= (weights_D[rows.first_F] == weights_D[rows.second_F]).cpu()
+    return free_F

@@ -1,0 +1,150 @@
+"""Calibration text as token blocks, and the one statistic of it that methods need: E[x xᵀ] of each attention's input.
+
+One forward pass over the source gives a (C+1)×(C+1) matrix per layer, whatever the method and the number of groups.
+Letters of shapes: N blocks, B blocks at once, T tokens of a block, C hidden size, E = C + 1 with the constant 1 last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from .. import console
+from ..checkpoint.load import load_causal_lm
+from ..corpus import Corpus
+from ..errors import DataError, UnsupportedError
+from .statistics import TOKENS, Statistics, Sums, writing_statistics
+
+_IN_MEMORY_SHARE = 0.5
+"""Weights stay on disk where they would take more than this share of the memory that is free."""
+
+
+def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> Tensor:
+    """The first ``tokens`` tokens of a corpus, packed: documents follow each other with the tokenizer's separator.
+
+    Returns:
+        (N, T) token ids with T = ``block``; what does not fill a block is dropped.
+
+    Raises:
+        DataError: the corpus gives fewer tokens than one block.
+    """
+    wanted = max(tokens // block, 1) * block
+    ids: list[int] = []
+    for document in corpus:
+        if len(ids) >= wanted:
+            break
+        ids.extend(_encoded(tokenizer, document.text))
+    whole = min(len(ids), wanted) // block
+    if whole == 0:
+        raise DataError(
+            f"The calibration text {corpus.spec} gives {len(ids)} tokens, fewer than one block of {block}.",
+            "Give more text with --calibration.",
+        )
+    if whole * block < wanted:
+        console.warn(f"The calibration text {corpus.spec} gives only {whole * block:,} of {wanted:,} tokens.")
+    return torch.tensor(ids[: whole * block]).view(whole, block)
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """As the tokenizer does by itself, closed by eos (else opened by bos), as in pretraining."""
+    ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
+    if tokenizer.eos_token_id is not None:
+        return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        return [tokenizer.bos_token_id, *ids]
+    return ids
+
+
+def attention_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that hold a q, a k and a v projection, in the order of the layers.
+
+    Raises:
+        UnsupportedError: the model has none.
+    """
+    sides = ("q_proj", "k_proj", "v_proj")
+    found = [name for name, module in model.named_modules() if all(hasattr(module, side) for side in sides)]
+    if not found:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no attention with separate q, k and v projections.",
+            "Use --method mean, which needs no calibration.",
+        )
+    return found
+
+
+def collect_statistics(
+    model: Any,
+    blocks_NT: Tensor,
+    file: Path,
+    *,
+    metadata: dict[str, str],
+    modules: Sequence[str] | None = None,
+    batch_tokens: int = 4096,
+    device: torch.device | str = "cpu",
+) -> Statistics:
+    """One pass of the source over calibration text; activations are not kept.
+
+    Args:
+        model: a causal language model; only its decoder runs, so no logits are made.
+        blocks_NT: token ids, all of them real (no padding).
+        file: where the statistics are saved; it appears when they are complete.
+        metadata: kept with them: ``SOURCE`` and what describes the text.
+        modules: the attention modules in layer order; default: :func:`attention_modules`.
+        batch_tokens: about how many tokens go through the model at once. With weights on disk each batch reads them all.
+        device: where the token ids go; the model is there already.
+
+    Raises:
+        UnsupportedError: the class runs its attention in an unusual way, so tokens would be missed.
+    """
+    names = list(modules) if modules is not None else attention_modules(model)
+    projections = [model.get_submodule(f"{name}.q_proj") for name in names]
+    hidden = [next(weight.shape[1] for weight in part.parameters() if weight.dim() == 2) for part in projections]
+    batches = blocks_NT.split(max(batch_tokens // blocks_NT.shape[1], 1))
+    details = {**metadata, TOKENS: str(blocks_NT.numel())}
+    with writing_statistics(file, hidden, details) as sums, ExitStack() as stack, torch.inference_mode():
+        stack.callback(model.train, model.training)
+        model.eval()
+        for layer, projection in enumerate(projections):
+            stack.callback(projection.register_forward_pre_hook(_adding(sums, layer)).remove)
+        advance = stack.enter_context(console.progress("calibration", len(blocks_NT)))
+        for ids_BT in batches:
+            model.base_model(input_ids=ids_BT.to(device), use_cache=False)
+            advance(len(ids_BT))
+        for name, count in zip(names, sums.counts, strict=True):
+            if count != blocks_NT.numel():
+                raise UnsupportedError(
+                    f"{type(model).__name__} does not send every token through {name}.q_proj exactly once.",
+                    "Use --method mean, which needs no calibration.",
+                )
+    return Statistics.open(file)
+
+
+def _adding(sums: Sums, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sums.add(layer, inputs[0].flatten(0, -2))
+
+    return hook
+
+
+def load_for_calibration(folder: Path, weight_bytes: int, scratch: Path, *, trust_remote_code: bool = False) -> Any:
+    """The source, for forward passes: in memory where it fits, else with its weights left on disk.
+
+    On disk, accelerate maps a module's weights from the safetensors files just before it runs and drops them after,
+    so memory holds one module's weights and the activations of a batch.
+
+    Args:
+        weight_bytes: size of all weights.
+        scratch: an empty folder; weights that the class stores in another form than the files go there.
+    """
+    if weight_bytes < psutil.virtual_memory().available * _IN_MEMORY_SHARE:
+        return load_causal_lm(folder, trust_remote_code=trust_remote_code)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", device_map={"": "disk"}, offload_folder=scratch, trust_remote_code=trust_remote_code
+    )

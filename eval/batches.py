@@ -1,0 +1,106 @@
+"""Windows in batches: padded, shared over processes, and where each scored token's logits stand.
+
+Letters of shapes: B windows in a batch, T tokens in a window, N scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..console import progress
+from ..errors import DataError, UsageError
+from .windows import TokenDocument, Window, make_windows
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of near-equal length, padded on the right.
+
+    Attributes:
+        ids_BT: token ids; padding repeats id 0, which no scored token can see.
+        mask_BT: 1 on real tokens, or None when nothing is padded.
+        rows_N, columns_N: where the logits of each scored token stand, one place before the token itself.
+        targets_N: the scored token ids.
+        places_N: index of each scored token among all scored tokens of the text.
+    """
+
+    ids_BT: Tensor
+    mask_BT: Tensor | None
+    rows_N: Tensor
+    columns_N: Tensor
+    targets_N: Tensor
+    places_N: Tensor
+
+
+def shared_batches(
+    documents: Sequence[TokenDocument],
+    window: int,
+    stride: int | None,
+    batch_size: int,
+    accelerator: Accelerator | None = None,
+) -> Iterator[tuple[Batch, bool]]:
+    """This process's batches, each with whether its result counts.
+
+    Batches are the same for any number of processes. Where they do not divide evenly, a process repeats the first
+    batch without counting it, since sharded models need the same number of forward passes everywhere.
+    """
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    groups = _grouped(documents, window, stride, batch_size)
+    with progress("scoring", total=len(groups)) as advance:
+        for first in range(0, len(groups), world):
+            mine = first + rank < len(groups)
+            yield _collate(groups[first + rank if mine else 0], documents), mine
+            advance(min(world, len(groups) - first))
+
+
+def _grouped(
+    documents: Sequence[TokenDocument], window: int, stride: int | None, batch_size: int
+) -> list[list[Window]]:
+    if batch_size < 1:
+        raise UsageError(f"The batch size is {batch_size}.", "Give a batch size of at least 1.")
+    if not documents:
+        raise DataError("There is no document to score.", "Give text with at least two tokens.")
+    windows = make_windows(documents, window, stride)
+    # Longest first: little padding, and a batch that does not fit in memory fails at once instead of late.
+    windows.sort(key=lambda made: made.start - made.stop)
+    return [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
+
+
+def _collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> Batch:
+    longest = max(made.stop - made.start for made in windows)
+    ids_BT = torch.zeros(len(windows), longest, dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    rows, columns, places = [], [], []
+    offsets = np.cumsum([0, *(document.scored for document in documents)])
+    for row, made in enumerate(windows):
+        ids = made.ids(documents)
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        mask_BT[row, : len(ids)] = 1
+        positions = torch.arange(made.first_scored, made.stop)
+        rows.append(torch.full_like(positions, row))
+        columns.append(positions - made.start - 1)
+        places.append(positions - 1 + int(offsets[made.document]))
+    rows_N, columns_N = torch.cat(rows), torch.cat(columns)
+    return Batch(
+        ids_BT,
+        None if bool(mask_BT.all()) else mask_BT,
+        rows_N,
+        columns_N,
+        ids_BT[rows_N, columns_N + 1],
+        torch.cat(places),
+    )
+
+
+def split_by_document(values_N: Tensor, documents: Sequence[TokenDocument]) -> list[np.ndarray[Any, Any]]:
+    """Cut values of all scored tokens into one array per document."""
+    borders = np.cumsum([document.scored for document in documents])[:-1]
+    return list(np.split(values_N.numpy(), borders))

@@ -1,0 +1,151 @@
+"""Write a comparison down: results.json, Markdown for a model card or a pull request, one self-contained HTML page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.publish import publishing
+from ..console import table
+from ..errors import DataError, UsageError
+from . import wording
+from .plots import context_plot, perplexity_plot, recovery_plot
+from .results import KIND, SCHEMA
+
+RESULTS_NAME, MARKDOWN_NAME, HTML_NAME = "results.json", "report.md", "report.html"
+
+Result = dict[str, Any]
+
+
+def write_report(results: Result, folder: Path) -> None:
+    """Write ``results.json``, ``report.md`` and ``report.html`` into an existing folder."""
+    written = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / RESULTS_NAME).write_text(written + "\n", encoding="utf-8")
+    (folder / MARKDOWN_NAME).write_text(markdown(results), encoding="utf-8")
+    (folder / HTML_NAME).write_text(html(results), encoding="utf-8")
+
+
+def rebuild_report(results_path: Path, out: Path, *, overwrite: bool = False) -> Result:
+    """Write the report again from the results of an earlier comparison.
+
+    Args:
+        results_path: a results.json, or the folder that holds it.
+        out: folder for the report.
+
+    Raises:
+        UsageError: there are no results.
+        DataError: the file holds something else, or results of a newer headfold.
+    """
+    results = read_results(results_path)
+    with publishing(out, overwrite=overwrite) as folder:
+        write_report(results, folder)
+    return results
+
+
+def read_results(path: Path) -> Result:
+    """results.json of a comparison; raises as :func:`rebuild_report`."""
+    file = path / RESULTS_NAME if path.is_dir() else path
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UsageError(
+            f"There are no results at {file}: {problem.strerror}.", "Name a folder that headfold eval wrote."
+        ) from problem
+    except ValueError as problem:
+        raise DataError(f"{file} is no JSON: {problem}.", "Run headfold eval again.") from problem
+    if not isinstance(results, dict) or results.get("kind") != KIND:
+        raise DataError(
+            f"{file} does not hold the results of headfold eval.", "Name a folder that headfold eval wrote."
+        )
+    if results.get("schema") != SCHEMA:
+        raise DataError(
+            f"{file} has schema {results.get('schema')}, this headfold reads {SCHEMA}.",
+            "Use the headfold that wrote it.",
+        )
+    return results
+
+
+def print_report(results: Result) -> None:
+    """The table on stdout, as it stands in the report, and the verdict below it."""
+    columns = ["", *(model["name"] for model in results["models"])]
+    body = [[row.label, *(f"{cell.main} {cell.detail}".strip() for cell in row.cells)] for row in wording.rows(results)]
+    table(wording.verdict(results), columns, body)
+
+
+def worst_loss(results: Result) -> float:
+    """Largest relative growth of perplexity over the source among the models, e.g. 0.03; for ``--fail-over``."""
+    losses = [model["against_source"]["perplexity_ratio"]["value"] - 1 for model in results["models"][1:]]
+    return max(losses, default=0.0)
+
+
+def markdown(results: Result) -> str:
+    """The report without plots."""
+    names = [_escaped(model["name"]) for model in results["models"]]
+    lines = [
+        f"**{wording.verdict(results)}**",
+        "",
+        f"| | {' | '.join(names)} |",
+        f"|:--|{'--:|' * len(names)}",
+    ]
+    for row in wording.rows(results):
+        cells = " | ".join(_escaped(f"{cell.main} {cell.detail}".strip()) for cell in row.cells)
+        lines.append(f"| {row.label} ({row.note}) | {cells} |")
+    lines.append("")
+    lines += [f"- {word}: {value}" for word, value in wording.protocol(results)]
+    lines += ["", "```", results["command"], "```", ""]
+    return "\n".join(lines)
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def html(results: Result) -> str:
+    """One page with its style and plots inside; it loads nothing."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    pages = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    plots = [
+        (title, caption, Markup(drawn[0]), drawn[1])
+        for title, caption, drawn in (
+            ("Perplexity", "Lower is better. " + _interval_caption(results), perplexity_plot(results)),
+            ("Recovery during uptraining", _RECOVERY_CAPTION, recovery_plot(results)),
+            ("Does long context suffer more?", _CONTEXT_CAPTION, context_plot(results)),
+        )
+        if drawn is not None
+    ]
+    return pages.get_template("report.html").render(
+        results=results,
+        models=results["models"],
+        verdict=wording.verdict(results),
+        tiles=wording.tiles(results),
+        rows=wording.rows(results),
+        plots=plots,
+        worst=[model for model in results["models"][1:] if model["against_source"]["worst_documents"]],
+        protocol=wording.protocol(results),
+        number=wording.number,
+        change=wording.change,
+        no_recovery=recovery_plot(results) is None,
+        exp=math.exp,
+    )
+
+
+_RECOVERY_CAPTION = (
+    "Solid: measured by the trainer on its own held-out text as it went. "
+    "Dashed: measured here. Where text or window differ, the levels may differ a little."
+)
+_CONTEXT_CAPTION = "Perplexity divided by the source's, by how many tokens before it a token could see."
+
+
+def _interval_caption(results: Result) -> str:
+    single = results["protocol"]["documents"] < 2
+    return "One document: no interval is possible." if single else "Bars: 95 % interval over documents."

@@ -1,0 +1,94 @@
+"""Run a recipe: convert, uptrain, compare; what is done already is skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.record import last_entry
+from ..console import info
+from ..convert.run import convert_checkpoint
+from ..errors import UsageError
+from ..eval.compare import compare
+from ..uptrain.loop import uptrain
+from ..uptrain.settings import FREE_ON_RESUME
+from .schema import Recipe
+
+_RECIPE = "recipe.json"
+
+
+def run_recipe(recipe: Recipe, folder: Path) -> Path:
+    """Do the three steps of a recipe in ``folder``: ``converted``, ``uptrained`` and ``report``.
+
+    Args:
+        folder: made when absent; a folder of an earlier call is continued.
+
+    Returns:
+        path of the HTML report.
+
+    Raises:
+        UsageError: ``folder`` holds the steps of another recipe.
+    """
+    _claim(recipe, folder)
+    converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
+    if _done("convert", converted, "Conversion"):
+        pass
+    else:
+        info(f"Converting {recipe.checkpoint} to {recipe.convert.groups} groups by {recipe.convert.method}.")
+        convert_checkpoint(recipe.checkpoint, converted, **recipe.convert.model_dump())
+    if not _done("uptrain", uptrained, "Uptraining"):
+        info(f"Uptraining on {recipe.uptrain.data}.")
+        uptrain(converted, uptrained, recipe.uptrain)
+    if (report / "results.json").exists():
+        info(f"Comparison: {report} is there, skipped.")
+    else:
+        info(f"Comparing on {recipe.eval.data}.")
+        compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, **_eval_options(recipe))
+    return report / "report.html"
+
+
+def _eval_options(recipe: Recipe) -> dict[str, Any]:
+    options = recipe.eval.model_dump()
+    return {
+        "data": options["data"],
+        "max_tokens": options["tokens"],
+        "window": options["window"],
+        "stride": options["stride"],
+        "batch_size": options["batch"],
+        "dtype": options["dtype"],
+    }
+
+
+def _done(step: str, folder: Path, name: str) -> bool:
+    """A step is done when its folder stands: folders appear whole, and the recipe is known to be the same."""
+    if last_entry(folder, step) is None:
+        return False
+    info(f"{name}: {folder} is there, skipped.")
+    return True
+
+
+def _claim(recipe: Recipe, folder: Path) -> None:
+    """Write the resolved recipe into the folder, or check it against the one that is there."""
+    file = folder / _RECIPE
+    wanted = recipe.model_dump()
+    if not file.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty and was not made by `headfold run`.", "Choose another folder with -o.")
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise UsageError(f"{file} is damaged.", "Choose another folder with -o, or remove this one.") from problem
+    if _comparable(found) != _comparable(wanted):
+        raise UsageError(
+            f"{folder} belongs to another recipe (see {file}).", "Choose another folder with -o, or remove this one to start again."
+        )
+
+
+def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without the settings that do not change the result."""
+    uptraining = {name: value for name, value in recipe.get("uptrain", {}).items() if name not in FREE_ON_RESUME}
+    return {**recipe, "uptrain": uptraining}

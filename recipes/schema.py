@@ -1,0 +1,107 @@
+"""What a recipe may say. An unknown key is an error that names the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import UsageError
+from ..uptrain.settings import UptrainSettings
+
+_SHIPPED = Path(__file__).parent
+
+
+class ConvertSettings(BaseModel):
+    """How the source becomes a grouped-query checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    groups: int = Field(gt=0, description="KV heads of the result")
+    method: str = Field("mean", description="how a group becomes one head")
+    seed: int = Field(0, ge=0, description="of the method random")
+
+
+class EvalSettings(BaseModel):
+    """How the checkpoints are compared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: str = Field("stdlib", description="corpus to evaluate on, never the one trained on")
+    tokens: int | None = Field(65_536, gt=0, description="tokens to score; null: the whole corpus")
+    window: int = Field(512, gt=1, description="tokens that the model sees at once")
+    stride: int | None = Field(None, gt=0, description="tokens between the starts of two windows")
+    batch: int = Field(8, gt=0, description="windows of one forward pass")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+
+
+class Recipe(BaseModel):
+    """The three steps in a row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint: str = Field(description="source: a folder (relative to the recipe), or a hub id")
+    convert: ConvertSettings
+    uptrain: UptrainSettings
+    eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        path: a YAML file, or the name of a shipped recipe such as ``demo``.
+
+    Returns:
+        the recipe, ``checkpoint`` resolved against the recipe's folder where such a folder exists.
+
+    Raises:
+        UsageError: no such file, no YAML, an unknown key, or a value that does not fit.
+    """
+    file = _find(Path(path))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        raise UsageError(f"{file} is no readable YAML file: {problem}") from problem
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} holds no recipe.", "A recipe has the keys checkpoint, convert, uptrain and eval.")
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as problem:
+        raise UsageError(f"{file}: {_explain(problem)}", "See recipes/demo.yaml for a complete example.") from problem
+    beside = file.parent / recipe.checkpoint
+    return recipe.model_copy(update={"checkpoint": str(beside)}) if beside.is_dir() else recipe
+
+
+def _find(path: Path) -> Path:
+    if path.is_file():
+        return path
+    shipped = _SHIPPED / f"{path.name}.yaml"
+    if path.parent == Path() and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
+    raise UsageError(f"There is no recipe {path}.", f"Give the path of a YAML file, or one of the shipped recipes: {names}.")
+
+
+def _explain(problem: ValidationError) -> str:
+    """The first fault in words: where it stands, and the nearest known key for an unknown one."""
+    fault = problem.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] != "extra_forbidden":
+        return f"{where}: {fault['msg']} (found {fault['input']!r})." if fault["type"] != "missing" else f"{where} is missing."
+    known = list(_section(fault["loc"][:-1]).model_fields)
+    near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
+    return f"unknown key {where}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}.")
+
+
+def _section(location: tuple[Any, ...]) -> type[BaseModel]:
+    """The model class that a path of keys leads to."""
+    section: type[BaseModel] = Recipe
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    return section

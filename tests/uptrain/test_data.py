@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from headfold.corpus import Corpus, Document, open_corpus
+from headfold.errors import DataError
+from headfold.uptrain.data import BlockStream, Encoder, Position, shuffled
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Numbers:
+    """A tokenizer whose text is the ids themselves."""
+
+    def __init__(self, eos=None, bos=None, add_bos=False):
+        self.eos_token_id, self.bos_token_id, self._add_bos = eos, bos, add_bos
+
+    def __call__(self, text, **_):
+        ids = [int(word) for word in text.split()]
+        return {"input_ids": [self.bos_token_id, *ids] if self._add_bos else ids}
+
+
+def corpus_of(documents: list[list[int]]) -> Corpus:
+    def read():
+        for number, ids in enumerate(documents):
+            yield Document(str(number), " ".join(map(str, ids)))
+
+    return Corpus("numbers", "1", read)
+
+
+def numbered(documents: int, length: int) -> Corpus:
+    return corpus_of([[100 * (number + 1) + place for place in range(length)] for number in range(documents)])
+
+
+def take(stream: BlockStream, blocks: int) -> list[int]:
+    return [token for _ in range(blocks) for token in next(stream)]
+
+
+def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
+    """5 documents of 6 tokens and eos, block 16: 2 blocks, and 3 tokens that open the next pass."""
+    stream = BlockStream(numbered(5, 6), Encoder(Numbers(eos=0)), block=16, seed=0)
+    tokens = take(stream, 2)
+    next(stream)
+    assert stream.position.epoch == 1
+    assert len(stream.position.carry) == 3
+    first_pass = [*tokens, *stream.position.carry]
+    assert sorted(token for token in first_pass if token) == sorted(100 * n + p for n in range(1, 6) for p in range(6))
+    assert first_pass.count(0) == 5
+
+
+def test_gq081_too_little_text_for_one_block_is_an_error():
+    with pytest.raises(DataError, match=r"35 tokens, fewer than one block of 1024"):
+        next(BlockStream(numbered(5, 7), Encoder(Numbers()), block=1024, seed=0))
+
+
+def test_documents_stay_whole_and_in_one_piece_within_an_epoch():
+    tokens = take(BlockStream(numbered(8, 5), Encoder(Numbers(eos=0)), block=6, seed=1), 8)
+    documents = [tokens[start : start + 6] for start in range(0, 48, 6)]
+    assert sorted(document[0] // 100 for document in documents) == list(range(1, 9))
+    assert all(document[5] == 0 and document[4] - document[0] == 4 for document in documents)
+
+
+def test_epochs_are_shuffled_differently_and_by_the_seed():
+    def order(seed: int) -> list[int]:
+        return [token // 100 for token in take(BlockStream(numbered(20, 4), Encoder(Numbers()), block=4, seed=seed), 40)[::4]]
+
+    first, second = order(0)[:20], order(0)[20:]
+    assert sorted(first) == sorted(second) == list(range(1, 21))
+    assert first != second
+    assert order(0) == order(0) != order(1)
+
+
+@given(stop=st.integers(0, 40), block=st.integers(2, 23), chunk=st.sampled_from([1, 3, 1000]))
+def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, block, chunk):
+    corpus = numbered(10, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headfold.uptrain.data._CHUNK_TOKENS", chunk * block)
+        _continues_exactly(corpus, stop, block)
+
+
+def _continues_exactly(corpus, stop, block):
+    whole = BlockStream(corpus, Encoder(Numbers(eos=0)), block=block, seed=5)
+    expected = take(whole, 60)
+    begun = BlockStream(corpus, Encoder(Numbers(eos=0)), block=block, seed=5)
+    before = take(begun, stop)
+    saved = Position(**json.loads(json.dumps(begun.position.to_json())))
+    after = take(BlockStream(corpus, Encoder(Numbers(eos=0)), block=block, seed=5, position=saved), 60 - stop)
+    assert before + after == expected
+
+
+def test_a_saved_position_does_not_move_with_the_stream():
+    stream = BlockStream(numbered(10, 7), Encoder(Numbers()), block=8, seed=0)
+    take(stream, 9)
+    kept = stream.position
+    saved = copy.deepcopy(kept)
+    take(stream, 30)
+    assert kept == saved != stream.position
+
+
+def test_blocks_of_one_long_document_are_spread_over_a_chunk():
+    """One document of 64 blocks among 64 of one block: in order it would fill 64 blocks in a row."""
+    documents = [[7] * 256, *([number + 100] * 4 for number in range(64))]
+    stream = BlockStream(corpus_of(documents), Encoder(Numbers()), block=4, seed=0)
+    long = [next(stream)[0] == 7 for _ in range(128)]
+    assert sum(long) == 64
+    assert 20 < sum(long[:64]) < 44  # in order it would be 0 or 64 to within one document
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_gq079_processes_share_a_step_without_overlap(processes):
+    streams = [BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), block=8, seed=2) for _ in range(processes)]
+    reference = BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), block=8, seed=2)
+    for _ in range(5):
+        parts = [stream.next_batch(4, rank=rank, processes=processes) for rank, stream in enumerate(streams)]
+        found = sorted(tuple(row) for part in parts for row in part.tolist())
+        assert found == sorted(tuple(next(reference)) for _ in range(4))
+
+
+def test_shuffling_through_a_small_buffer_keeps_every_document(monkeypatch):
+    monkeypatch.setattr("headfold.uptrain.data._SHUFFLE_BUFFER", 7)
+    documents = [Document(str(number), "") for number in range(50)]
+    order = [int(document.name) for document in shuffled(iter(documents), "seed")]
+    assert sorted(order) == list(range(50))
+    assert order != list(range(50))
+
+
+class TestEncoder:
+    def test_eos_closes_a_document_once(self):
+        assert Encoder(Numbers(eos=9))("1 2") == [1, 2, 9]
+        assert Encoder(Numbers(eos=9))("1 9") == [1, 9]
+
+    def test_bos_of_the_tokenizer_is_kept_and_not_doubled(self):
+        assert Encoder(Numbers(eos=9, bos=8, add_bos=True))("1 2") == [8, 1, 2, 9]
+
+    def test_without_eos_bos_separates(self):
+        assert Encoder(Numbers(bos=8))("1 2") == [8, 1, 2]
+        assert Encoder(Numbers(bos=8, add_bos=True))("1 2") == [8, 1, 2]
+
+    def test_gq083_without_either_documents_follow_each_other_with_a_warning(self, capfd):
+        assert Encoder(Numbers())("1 2") == [1, 2]
+        assert "neither eos nor bos" in capfd.readouterr().err
+
+    def test_an_empty_document_adds_nothing(self):
+        assert Encoder(Numbers(eos=9))("") == []
+
+
+def test_the_standard_library_is_split_by_path():
+    train = {document.name for document in open_corpus("stdlib#train")}
+    heldout = {document.name for document in open_corpus("stdlib#heldout")}
+    assert not train & heldout
+    assert len(heldout) > 30
+    assert 0.05 < len(heldout) / len(train | heldout) < 0.15
+    assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in train | heldout)
+    # the split hangs on the path alone: these hold on every Python
+    assert {"argparse.py", "ast.py"} <= train | heldout

@@ -1,0 +1,79 @@
+"""Write the trained weights as an ordinary checkpoint: the source's files, dtypes and config, only the numbers new."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..checkpoint.publish import publishing
+from ..checkpoint.record import METRICS_NAME, write_record
+from ..checkpoint.source import CONFIG_NAME, Checkpoint
+from ..checkpoint.write import copy_side_files
+from ..errors import CheckpointError
+
+
+def write_trained(
+    model: Any, weights: dict[str, torch.Tensor], source: Checkpoint, out: Path, entry: dict[str, Any], metrics: Path, *, overwrite: bool
+) -> None:
+    """Publish ``out`` whole, after its tensors were checked against the source's.
+
+    Args:
+        model: the unwrapped model; it knows how names in memory become names on disk.
+        weights: its full state dict, float32.
+        source: where side files, dtypes and shapes come from. Without weights (training from scratch) the
+            dtype is that of its config.json.
+    """
+    config_dtype = _config_dtype(source.config)
+    stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
+    cast = _cast(weights, lambda name: stored.get(name, config_dtype))
+    # the source's own file is copied below; the library refuses to save some that it loads without complaint
+    model.generation_config = GenerationConfig()
+    with publishing(out, overwrite=overwrite) as folder:
+        model.save_pretrained(folder, state_dict=cast)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
+        copy_side_files(source, folder)
+        if source.tensors:
+            _refuse_other_tensors(Checkpoint.open(folder), source)
+        if metrics.exists():
+            shutil.copyfile(metrics, folder / METRICS_NAME)
+        write_record(folder, source.folder, entry)
+
+
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.Tensor]:
+    """Weights in their stored dtypes; tensors that were one stay one, or a tied head would be saved as a weight of its own."""
+    cast: dict[int, torch.Tensor] = {}
+    return {
+        name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous()) for name, tensor in weights.items()
+    }
+
+
+def _config_dtype(config: dict[str, Any]) -> torch.dtype:
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(named), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _refuse_other_tensors(trained: Checkpoint, source: Checkpoint) -> None:
+    """The result must have the very tensors of the source, in name, shape and dtype.
+
+    Raises:
+        CheckpointError: it has not; naming the first few that differ.
+    """
+    found = {name: (info.dtype, tuple(info.shape)) for name, info in trained.tensors.items()}
+    wanted = {name: (info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
+    if found != wanted:
+        differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        raise CheckpointError(
+            f"The trained model would be saved with other tensors than its source: {json.dumps(differing[:4])}.",
+            "This is a fault in headfold; the saves of the run are kept, please report it.",
+        )

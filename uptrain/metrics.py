@@ -1,0 +1,77 @@
+"""Metrics of a run as JSON lines, and the same as one dense line for a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from ..console import human_seconds, info
+
+
+class Metrics:
+    """Appends to a ``.jsonl`` file; lines of steps that a resumed run does again are dropped first.
+
+    Args:
+        file: where the lines go; None on processes that do not write.
+        step: the step from which the run goes on.
+    """
+
+    def __init__(self, file: Path | None, step: int) -> None:
+        self._file = file
+        self.lines: list[dict[str, Any]] = []
+        if file is None:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            self.lines = [line for line in _read_whole_lines(file) if line["step"] <= step]
+        file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+
+    def add(self, kind: str, **values: Any) -> None:
+        line = {"kind": kind, **values}
+        self.lines.append(line)
+        if self._file is not None:
+            with self._file.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+
+    def has_evaluation(self, step: int) -> bool:
+        return any(line["kind"] == "eval" and line["step"] == step for line in self.lines)
+
+
+def _read_whole_lines(file: Path) -> list[dict[str, Any]]:
+    """A process killed in the middle of a write leaves a last line that is no JSON."""
+    lines = []
+    for text in file.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+class Clock:
+    """Tokens per second of the last interval, and the time left at the pace of the whole run."""
+
+    def __init__(self, steps_left: int) -> None:
+        self._began = self._last = time.perf_counter()
+        self._steps_left = steps_left
+        self._steps_done = 0
+
+    def lap(self, steps: int, tokens: int) -> tuple[float, float]:
+        """(tokens per second since the last lap, seconds left)."""
+        now = time.perf_counter()
+        rate = tokens / max(now - self._last, 1e-9)
+        self._last = now
+        self._steps_done += steps
+        pace = (now - self._began) / max(self._steps_done, 1)
+        return rate, pace * (self._steps_left - self._steps_done)
+
+
+def say_progress(line: dict[str, Any], steps: int, seconds_left: float) -> None:
+    """``step 120/3500 · 3 % · loss 3.214 · lr 1.9e-03 · |g| 0.61 · 6,100 tok/s · ETA 8m12s``."""
+    info(
+        f"step {line['step']}/{steps} · {100 * line['step'] / steps:.0f} % · loss {line['loss']:.4f} · "
+        f"lr {line['learning_rate']:.2e} · |g| {line['gradient_norm']:.2f} · "
+        f"{line['tokens_per_second']:,.0f} tok/s · ETA {human_seconds(seconds_left)}"
+    )

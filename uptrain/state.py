@@ -1,0 +1,131 @@
+"""Saves that a killed run resumes from: whole, marked last, numbered, rotated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..console import warn
+from ..errors import HeadfoldError, UsageError
+from .data import Position
+from .settings import FREE_ON_RESUME, UptrainSettings
+
+# accelerate warns at every save of tied weights that it stores them once, which is what we want
+logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+
+_MARKER = "complete.json"
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: optimizer steps done, and where the text stands."""
+
+    step: int
+    position: Position
+
+
+class Saves:
+    """The folder ``OUT.training`` beside the output: numbered saves, and the metrics so far."""
+
+    def __init__(self, out: Path, keep: int) -> None:
+        self.folder = out.parent / f"{out.name}.training"
+        self.metrics = self.folder / "metrics.jsonl"
+        self._keep = keep
+
+    def complete(self) -> Iterator[Path]:
+        """Complete saves, newest first; a broken one is named and passed over."""
+        numbered = sorted(self.folder.glob(f"{_PREFIX}*"), key=lambda path: path.name, reverse=True)
+        for save in numbered:
+            if save.suffix == ".tmp":
+                continue
+            if _is_complete(save):
+                yield save
+            else:
+                warn(f"The save {save} is incomplete and is passed over.")
+
+    def write(self, accelerator: Accelerator, progress: Progress, settings: UptrainSettings) -> None:
+        """Save model, optimizer, random state and position. Every process must call this: parts are collective."""
+        final = self.folder / f"{_PREFIX}{progress.step:08d}"
+        temporary = final.with_suffix(".tmp")
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        try:
+            accelerator.save_state(str(temporary))
+        except OSError as problem:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise HeadfoldError(
+                f"The save at step {progress.step} failed: {problem}.", "Free some space; the same command continues from the save before."
+            ) from problem
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _mark_complete(temporary, progress, settings)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            for old in list(self.complete())[self._keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+        accelerator.wait_for_everyone()
+
+    def load_newest(self, accelerator: Accelerator, settings: UptrainSettings) -> Progress | None:
+        """Restore the newest complete save; None where there is none.
+
+        Raises:
+            UsageError: the save belongs to a run with other settings.
+        """
+        for save in self.complete():
+            content = json.loads((save / _MARKER).read_text())
+            _refuse_other_settings(UptrainSettings(**content["settings"]), settings, self.folder)
+            accelerator.load_state(str(save))
+            return Progress(content["step"], Position(**content["position"]))
+        return None
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings) -> None:
+    """The marker holds the size of every file, so that a truncated one is seen; it is written after them."""
+    sizes = {}
+    for file in sorted(path for path in save.rglob("*") if path.is_file()):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        sizes[file.relative_to(save).as_posix()] = file.stat().st_size
+    content: dict[str, Any] = {
+        "step": progress.step,
+        "position": progress.position.to_json(),
+        "settings": settings.model_dump(),
+        "sizes": sizes,
+    }
+    with (save / _MARKER).open("w") as stream:
+        json.dump(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _is_complete(save: Path) -> bool:
+    try:
+        sizes = json.loads((save / _MARKER).read_text())["sizes"]
+        return all((save / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _refuse_other_settings(saved: UptrainSettings, wanted: UptrainSettings, folder: Path) -> None:
+    old, new = saved.model_dump(), wanted.model_dump()
+    changed = [name for name in new if name not in FREE_ON_RESUME and old.get(name) != new[name]]
+    if changed:
+        difference = ", ".join(f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in changed)
+        raise UsageError(
+            f"{folder} holds a run with other settings: {difference}.",
+            "Use the old settings to continue it, or pass --restart to throw it away.",
+        )
