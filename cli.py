@@ -21,7 +21,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, or its id on the Hugging Face hub.")]
+Source = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, or its id on the Hugging Face hub.")
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write. It appears whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, write nothing.")]
@@ -36,9 +38,37 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
+
+
+@app.command(epilog="Example: `headfold convert meta-llama/Llama-2-7b-hf --groups 8 -o llama-2-7b-gqa8`")
+def convert(
+    checkpoint: Source,
+    out: Out,
+    groups: Annotated[int, typer.Option("--groups", "-g", help="KV heads of the result; divides those of the source.")],
+    method: Annotated[str, typer.Option(help="how a group becomes one head: mean, first or random")] = "mean",
+    seed: Annotated[int, typer.Option(help="of the method random")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Turn a checkpoint into one with fewer KV heads, ready for transformers, vLLM, SGLang and llama.cpp.
+
+    Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
+    converted correctly is refused by name before anything is written.
+    """
+    from .convert.run import plan_conversion, run_plan
+
+    plan = plan_conversion(checkpoint, groups=groups, method=method, revision=revision)
+    if dry_run:
+        console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], plan.describe())
+        return
+    run_plan(plan, out, overwrite=overwrite, seed=seed)
+    console.result(out)
 
 
 def _help(field: str) -> str | None:
@@ -49,26 +79,38 @@ def _default(field: str) -> Any:
     return UptrainSettings.model_fields[field].default
 
 
-@app.command(epilog="Example: `headfold uptrain small-gqa8 --data corpus.jsonl --fraction 0.05 --pretraining-tokens 3e9 -o small-gqa8-up`")
+@app.command(
+    epilog="Example: `headfold uptrain gqa8 --data text.jsonl --fraction 0.05 --pretraining-tokens 2e12 -o gqa8-up`"
+)
 def uptrain(
     checkpoint: Source,
     out: Out,
     data: Annotated[str, typer.Option(help=_help("data"))],
     fraction: Annotated[float | None, typer.Option(help=_help("fraction"))] = None,
-    pretraining_tokens: Annotated[float | None, typer.Option(help=f"{_help('pretraining_tokens')}; 2e12 is understood")] = None,
+    pretraining_tokens: Annotated[
+        float | None, typer.Option(help=f"{_help('pretraining_tokens')}; 2e12 is understood")
+    ] = None,
     tokens: Annotated[float | None, typer.Option(help=_help("tokens"))] = None,
     steps: Annotated[int | None, typer.Option(help=_help("steps"))] = None,
     block: Annotated[int, typer.Option(help=_help("block"))] = _default("block"),
     batch: Annotated[int, typer.Option(help=_help("batch"))] = _default("batch"),
     micro_batch: Annotated[int, typer.Option(help=_help("micro_batch"))] = _default("micro_batch"),
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default("learning_rate"),
-    final_learning_rate: Annotated[float, typer.Option(help=_help("final_learning_rate"))] = _default("final_learning_rate"),
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default(
+        "learning_rate"
+    ),
+    final_learning_rate: Annotated[float, typer.Option(help=_help("final_learning_rate"))] = _default(
+        "final_learning_rate"
+    ),
     warmup: Annotated[float, typer.Option(help=_help("warmup"))] = _default("warmup"),
-    schedule: Annotated[str, typer.Option(help="cosine, linear, constant or warmup-stable-decay")] = _default("schedule"),
+    schedule: Annotated[str, typer.Option(help="cosine, linear, constant or warmup-stable-decay")] = _default(
+        "schedule"
+    ),
     weight_decay: Annotated[float, typer.Option(help=_help("weight_decay"))] = _default("weight_decay"),
     clip: Annotated[float, typer.Option(help=_help("clip"))] = _default("clip"),
     teacher: Annotated[str | None, typer.Option(help=_help("teacher"))] = None,
-    distillation_weight: Annotated[float, typer.Option(help=_help("distillation_weight"))] = _default("distillation_weight"),
+    distillation_weight: Annotated[float, typer.Option(help=_help("distillation_weight"))] = _default(
+        "distillation_weight"
+    ),
     precision: Annotated[str, typer.Option(help=f"auto, fp32 or bf16, {_help('precision')}")] = _default("precision"),
     device: Annotated[str, typer.Option(help="auto or cpu")] = _default("device"),
     seed: Annotated[int, typer.Option(help="of the order of the text")] = _default("seed"),
@@ -78,7 +120,9 @@ def uptrain(
     eval_data: Annotated[str | None, typer.Option(help=_help("eval_data"))] = None,
     eval_every: Annotated[int, typer.Option(help=_help("eval_every"))] = _default("eval_every"),
     eval_tokens: Annotated[int, typer.Option(help="tokens of one held-out evaluation")] = _default("eval_tokens"),
-    restart: Annotated[bool, typer.Option("--restart", help="Throw an unfinished run away instead of continuing it.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw an unfinished run away instead of continuing it.")
+    ] = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     trust_remote_code: Trust = False,
@@ -96,7 +140,11 @@ def uptrain(
         from .uptrain.budget import plan_budget
 
         budget = plan_budget(settings)
-        rows = [["tokens", f"{budget.tokens:,}"], ["steps", f"{budget.steps:,}"], ["tokens per step", f"{budget.tokens_per_step:,}"]]
+        rows = [
+            ["tokens", f"{budget.tokens:,}"],
+            ["steps", f"{budget.steps:,}"],
+            ["tokens per step", f"{budget.tokens_per_step:,}"],
+        ]
         console.table(f"Uptraining {checkpoint}", ["budget", ""], rows)
         return
     from .uptrain.loop import uptrain as run_uptraining
@@ -130,10 +178,50 @@ def _settings(given: dict[str, Any]) -> UptrainSettings:
         raise UsageError(f"{option} {fault['input']}: {fault['msg']}.", "See `headfold uptrain --help`.") from problem
 
 
+@app.command(
+    "eval",
+    epilog="Example: `headfold eval llama-2-7b llama-2-7b-gqa8 llama-2-7b-gqa8-up --data wikitext.txt -o report`",
+)
+def evaluate(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The original checkpoint: folder or hub id.")],
+    others: Annotated[list[str], typer.Argument(metavar="CONVERTED...", help="Checkpoints made from it.")],
+    out: Out,
+    data: Annotated[
+        str, typer.Option(help="text never trained on: stdlib, a text/jsonl/parquet file, or a datasets id")
+    ],
+    tokens: Annotated[int | None, typer.Option(help="Tokens to score; 0 for the whole text.")] = 65_536,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that a model sees at once; 512 or the model's own limit.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between two windows; half a window.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows of one forward pass.")] = 8,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    overwrite: Overwrite = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Compare checkpoints with their source: perplexity, KL, KV-cache size and decoding speed, with their errors.
+
+    Writes results.json, report.md and one self-contained report.html.
+    """
+    from .eval.compare import compare
+
+    compare(
+        source, others, data=data, out=out, window=window, stride=stride, max_tokens=tokens or None, batch_size=batch,
+        dtype=dtype, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    console.result(out / "report.html")
+
+
 @app.command(epilog="Example: `headfold run demo -o demo`")
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe such as demo.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default.")] = None,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe such as demo.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default."),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Convert, uptrain and compare in a row, as a recipe says. Steps that are done already are skipped.

@@ -94,7 +94,7 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """75 → '1m15s'; hours and minutes above one hour."""
-    whole = int(round(seconds))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:

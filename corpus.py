@@ -99,7 +99,9 @@ def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
     else:
         corpus = _open_dataset(name, split or default_split)
     if not any(document.text.strip() for document in corpus):
-        raise DataError(f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document.")
+        raise DataError(
+            f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document."
+        )
     return corpus
 
 
@@ -146,7 +148,9 @@ def _open_files(path: Path) -> Corpus:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXT_SUFFIXES and file.is_file())
         if not files:
-            raise DataError(f"The folder {path} holds no text file.", f"Known endings: {', '.join(sorted(_TEXT_SUFFIXES))}.")
+            raise DataError(
+                f"The folder {path} holds no text file.", f"Known endings: {', '.join(sorted(_TEXT_SUFFIXES))}."
+            )
 
     def read() -> Iterator[Document]:
         for file in files:

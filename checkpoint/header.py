@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def read_header(file: Path) -> Header:
     return Header(tuple(tensors), metadata)
 
 
-def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
     """The bytes before the buffer of a file that holds ``tensors`` (name, dtype, shape) in this order, without gaps."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     begin = 0

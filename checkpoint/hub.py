@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import UsageError
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
-"""Weights in other formats (and training state): not downloaded, not copied, because they would still hold the source."""
+"""Weights in other formats and training state: neither downloaded nor copied, since they would hold the source."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -30,13 +30,12 @@ def find_folder(spec: str | Path, revision: str | None = None) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, ignore_patterns=list(FOREIGN_WEIGHTS)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as problem:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(
             f"There is no folder {name} here, and the hub gives no checkpoint of that name: {reason}",

@@ -32,7 +32,9 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype | str = "auto", tru
         )
     except (OSError, ValueError, RuntimeError, KeyError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise CheckpointError(f"{folder} cannot be loaded: {reason}", "Run `headfold convert --check` on it.") from problem
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {reason}", "Run `headfold convert --check` on it."
+        ) from problem
     wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
     if wrong:
         raise CheckpointError(

@@ -51,13 +51,16 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{_UNFINISHED}", dir=out.parent))
         folder.chmod(0o777 & ~_umask())
     except OSError as problem:
-        raise HeadfoldError(f"{out} cannot be written: {problem.strerror}.", "Check the path and its permissions.") from problem
+        raise HeadfoldError(
+            f"{out} cannot be written: {problem.strerror}.", "Check the path and its permissions."
+        ) from problem
     try:
         yield folder
         _swap_in(folder, out)
     except OSError as problem:
         raise HeadfoldError(
-            f"Writing {out} failed: {problem.strerror or problem}.", "Nothing was left behind; free some space and run it again."
+            f"Writing {out} failed: {problem.strerror or problem}.",
+            "Nothing was left behind; free some space and run it again.",
         ) from problem
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -115,7 +115,10 @@ class Checkpoint:
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).reshape(info.shape)
 
     def digest(self) -> str:
-        """sha256 over config.json, every header and the first 4 KiB of every tensor: cheap, and it tells fine-tunes apart."""
+        """sha256 over config.json, every header and the first 4 KiB of every tensor.
+
+        Cheap for any size, and it tells fine-tunes of one model apart.
+        """
         state = hashlib.sha256(self.config_text.encode("utf-8"))
         for file, header in self.headers.items():
             with file.open("rb") as stream:

@@ -112,7 +112,7 @@ class ShardWriter:
         if tuple(tensor.shape) != expected.shape:
             raise ValueError(f"{name}: computed {tuple(tensor.shape)}, planned {expected.shape}")
         stored = tensor.detach().to(torch_dtype(expected.dtype)).contiguous()
-        data = memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+        data = stored.reshape(-1).view(torch.uint8).numpy().data
         with file.open("r+b") as stream:
             stream.seek(position)
             stream.write(data)

@@ -25,8 +25,7 @@ _SWEEPS, _SETTLED = 50, 1e-7
 def aligned(attention: Attention, groups: int, context: MethodContext) -> Attention:
     """Average each group after lining its heads up.
 
-    Where the keys pass through an RMS norm, only what commutes with its weights is turned: the sign of a plane or row,
-    and its phase where both weights of the plane are equal.
+    Where the keys pass through a norm, only what commutes with it is turned, see :func:`normed_turns`.
 
     Raises:
         UnsupportedError: the rotary layout is not known.
@@ -56,7 +55,7 @@ def align_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
 
 
 def phases(gram_Fmm: Tensor) -> Tensor:
-    """Unit numbers b (F, m) that maximise Σ_ij conj(b_i) S_ij b_j: member i, divided by b_i, agrees best with the others.
+    """Unit numbers b (F, m) that maximise Σ_ij conj(b_i) S_ij b_j, so that members divided by them agree best.
 
     For real S they are signs. Starts at the top eigenvector; turning one member at a time towards the sum of the others
     never lowers the agreement. b_0 is 1.
@@ -102,28 +101,22 @@ def _polar(matrices: Tensor) -> Tensor:
 
 
 def normed_turns(attention: Attention, rows: Rows, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:
-    """What an RMS norm over a head leaves free: phases (F, m), signs as matrices (m, P, P), and a scale per member.
+    """What a norm over a head leaves free: phases (F, m), signs as matrices (m, P, P), and a scale per member.
 
-    The norm hides a member's size, so members are first brought to their mean size.
+    The norm hides a member's size, so members are first brought to their mean size. An RMS norm, known by its two
+    weight vectors, also allows signs, and any phase in a plane whose weights are equal; an unknown norm allows no turn.
     """
-    power_m = energy.planes_FKK.diagonal(dim1=-2, dim2=-1).real.sum(0) + energy.passing_KPKP.flatten(0, 1).flatten(
-        1, 2
-    ).diagonal().unflatten(0, energy.passing_KPKP.shape[:2]).sum(-1)
-    size_m = power_m.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+    row_energy_mP = energy.passing_KPKP.flatten(0, 1).flatten(1, 2).diagonal().view(energy.passing_KPKP.shape[:2])
+    plane_energy_mF = energy.planes_FKK.diagonal(dim1=-2, dim2=-1).real.T
+    size_m = (row_energy_mP.sum(1) + plane_energy_mF.sum(1)).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     scale_m = size_m.mean() / size_m
+    if attention.q_norm_D is None or attention.k_norm_D is None:
+        unturned_Fm = torch.ones_like(plane_energy_mF.T).to(energy.planes_FKK.dtype)
+        return unturned_Fm, torch.diag_embed(torch.ones_like(row_energy_mP)), scale_m
     scale_mm = scale_m.unsqueeze(-1) * scale_m
-    planes_FKK = energy.planes_FKK * scale_mm
-    signs_Fm = phases(planes_FKK.real).to(planes_FKK.dtype)
-    planes_Fm = torch.where(_free_planes(attention, rows).unsqueeze(-1), phases(planes_FKK), signs_Fm)
+    planes_Fmm = energy.planes_FKK * scale_mm
+    norms_ND = torch.stack([attention.q_norm_D, attention.k_norm_D])
+    equal_F = (norms_ND[:, rows.first_F] == norms_ND[:, rows.second_F]).all(0)
+    planes_Fm = torch.where(equal_F.unsqueeze(-1), phases(planes_Fmm), phases(planes_Fmm.real).to(planes_Fmm.dtype))
     rows_Pmm = energy.passing_KPKP.diagonal(dim1=1, dim2=3).permute(2, 0, 1) * scale_mm
     return planes_Fm, torch.diag_embed(phases(rows_Pmm).T), scale_m
-
-
-def _free_planes(attention: Attention, rows: Rows) -> Tensor:
-    """True for the planes in which the norms of q and of k each have two equal weights, so that any phase commutes."""
-    free_F = torch.ones(len(rows.first_F), dtype=torch.bool)
-    for weights_D in (attention.q_norm_D, attention.k_norm_D):
-        if weights_D is None:
-            return torch.zeros_like(free_F)
-        free_F &= (weights_D[rows.first_F] == weights_D[rows.second_F]).cpu()
-    return free_F

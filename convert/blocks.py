@@ -107,7 +107,7 @@ def _changed_modules(many: PreTrainedModel, few: PreTrainedModel, kv_heads: int,
 
 def _departs(class_name: str, name: str) -> UnsupportedError:
     if "norm" in name:
-        reason = f"a norm spans all key heads ({name}), so merging heads would also change how they are normalised"
+        reason = f"its key norm has weights for every key head ({name}), and merging those is not exact"
     elif _FUSED.search(name):
         reason = f"it keeps query, key and value rows fused ({name})"
     else:
@@ -128,15 +128,15 @@ def _refuse_left_behind(model: PreTrainedModel, modules: list[str]) -> None:
 def _refuse_missing(checkpoint: Checkpoint, model: PreTrainedModel, missing: list[str], present: list[str]) -> None:
     """A block may be absent on disk only when it shares its parameters with one that is there."""
     owners = {id(parameter) for module in present for parameter in model.get_submodule(module).parameters()}
-    lost = [name for name in missing if id(model.get_submodule(name).k_proj.weight) not in owners]
+    lost = [name for name in missing if not owners & {id(weight) for weight in model.get_submodule(name).parameters()}]
     if not lost:
         return
     fused = next((name for name in checkpoint.tensors if _FUSED.search(name)), None)
     if fused is not None:
         raise UnsupportedError(f"{type(model).__name__} has separate k and v projections, but the file has {fused}.")
     raise CheckpointError(
-        f"Expected {2 * (len(missing) + len(present))} key and value tensors, but those of {len(lost)} blocks are missing, "
-        f"{lost[0]} for one.",
+        f"Expected {2 * (len(missing) + len(present))} key and value tensors, but those of {len(lost)} blocks "
+        f"are missing, {lost[0]} for one.",
         "The checkpoint is incomplete, or its config.json belongs to another one.",
     )
 
@@ -165,7 +165,8 @@ class _Finder:
         biases = {side: self._bias(module, side) for side in "qkv"}
         output = next((leaf for leaf in _OUTPUTS if f"{module}.{leaf}.weight" in self.expected), "o_proj.linear")
         k, v = weights["k"], weights["v"]
-        assert k is not None and v is not None  # the caller asked has()
+        if k is None or v is None:
+            raise ValueError(f"{module} is not in the files; ask has() first")
         head_dim, value_dim = (self.tensors[name].shape[0] // self.kv_heads for name in (k, v))
         if head_dim not in self._rotary:
             self._rotary[head_dim] = rotary_of(self.model, self.model.get_submodule(module), head_dim)

@@ -95,7 +95,7 @@ def collect_statistics(
         file: where the statistics are saved; it appears when they are complete.
         metadata: kept with them: ``SOURCE`` and what describes the text.
         modules: the attention modules in layer order; default: :func:`attention_modules`.
-        batch_tokens: about how many tokens go through the model at once. With weights on disk each batch reads them all.
+        batch_tokens: about how many tokens go through the model at once; weights on disk are read once per batch.
         device: where the token ids go; the model is there already.
 
     Raises:

@@ -29,7 +29,7 @@ def with_number(text: str, path: Sequence[str], value: int, after: str) -> str:
 
 
 def _members(text: str, start: int) -> dict[str, tuple[int, int, int]]:
-    """Key → (where the key begins, where its value begins and ends), for the object at ``start``; a repeated key counts last."""
+    """Key → (begin of the key, begin of its value, end), for the object at ``start``; of a repeated key, the last."""
     found: dict[str, tuple[int, int, int]] = {}
     position = start + 1
     while True:

@@ -48,7 +48,7 @@ def rotary_rows(rotary: Rotary, head_dim: int) -> Rows:
 
 
 def to_planes(rows_XDE: Tensor, rows: Rows) -> Tensor:
-    """Rotated rows of X heads as complex rows (X, F, E): z_f = x_first + i x_second, which a rotation multiplies by e^iθ."""
+    """Rotated rows of X heads as complex rows (X, F, E): z = x_first + i x_second, which positions turn by e^iθ."""
     return torch.complex(rows_XDE[:, rows.first_F], rows_XDE[:, rows.second_F])
 
 

@@ -32,7 +32,7 @@ class Attention:
     Biases are None where the projection has none; the bias of the output projection is never changed, so it is absent.
 
     Attributes:
-        keys_normed: an RMS norm with weights shared by all heads acts on q and k after the projection, so K cannot be rescaled.
+        keys_normed: a norm with weights shared by all heads acts on q and k after the projection, so K keeps its scale.
         q_norm_D: weights of that norm for the queries, where it has any; a basis change must leave them in place.
         k_norm_D: the same for the keys.
     """

@@ -18,6 +18,8 @@ from ..errors import UnsupportedError
 
 _PLACE = re.compile(r"(?P<stack>.+?)\.(?P<index>\d+)\.(?P<inner>.+)")
 """``model.layers.3.self_attn``: the list of layers, the layer, the attention module in it."""
+_Call = tuple[Tensor, dict[str, Any]]
+"""Hidden states and the other arguments of one layer."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,14 @@ def decoder_layers(model: Any, modules: Sequence[str], ids_BT: Tensor) -> list[L
 
 def _no_chain(model: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(model).__name__} does not pass its hidden states from layer to layer in the plain way that refinement needs.",
+        f"{type(model).__name__} does not pass its states from layer to layer in the plain way that refinement needs.",
         "Convert without --refine; uptraining works with every model.",
     )
 
 
-def _recorded(
-    model: Any, stack: list[nn.Module], ids_BT: Tensor
-) -> tuple[list[tuple[Tensor, dict[str, Any]]], list[Tensor]]:
+def _recorded(model: Any, stack: list[nn.Module], ids_BT: Tensor) -> tuple[list[_Call], list[Tensor]]:
     """Per layer (hidden states, other arguments) and its output, in one forward pass."""
-    calls: list[tuple[Tensor, dict[str, Any]]] = []
+    calls: list[_Call] = []
     outputs: list[Tensor] = []
 
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

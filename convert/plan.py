@@ -91,6 +91,10 @@ class Plan:
             total += kv_heads * (block.head_dim + block.value_dim) * (info.nbytes // math.prod(info.shape))
         return total
 
+    def _cache_sizes(self) -> tuple[str, str]:
+        before, after = (self.kv_bytes_per_token(heads) for heads in (self.family.kv_heads, self.groups))
+        return human_bytes(before), human_bytes(after)
+
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows (what, source, result) for a table."""
         counts = Counter(action.kind for action in self.actions.values())
@@ -99,7 +103,7 @@ class Plan:
             ("model type", self.family.model_type, self.family.model_type),
             (f"KV heads of {self.family.query_heads} query heads", str(before), str(after)),
             ("weights", human_bytes(self.source.weight_bytes), human_bytes(self.weight_bytes)),
-            ("KV cache per token", *(human_bytes(self.kv_bytes_per_token(heads)) for heads in (before, after))),
+            ("KV cache per token", *self._cache_sizes()),
             ("tensors copied", str(len(self.actions)), str(counts["copy"])),
             (f"tensors merged ({self.method_name})", "", str(counts["merge"])),
             ("tensors rewritten", "", str(counts["replace"])),

@@ -126,7 +126,7 @@ def _whole_batches(blocks_NT: Tensor, batch: int) -> Tensor:
     whole = len(blocks_NT) // batch * batch
     if whole < 2 * batch:
         raise DataError(
-            f"Refinement got {blocks_NT.numel()} tokens of text, fewer than two batches of {batch * blocks_NT.shape[1]}.",
+            f"Refinement got {blocks_NT.numel()} tokens of text, fewer than two steps of {batch * blocks_NT.shape[1]}.",
             "Give it more calibration text.",
         )
     return blocks_NT[:whole]
@@ -258,8 +258,12 @@ def _projections(attention: nn.Module) -> list[nn.Parameter]:
     inputs = [
         parameter for name in ("q_proj", "k_proj", "v_proj") for parameter in getattr(attention, name).parameters()
     ]
-    output = next(getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name))
-    return [*inputs, output.weight]
+    return [*inputs, output_projection(attention).weight]
+
+
+def output_projection(attention: nn.Module) -> Any:
+    """The linear layer that takes the heads' outputs, by the names that classes give it."""
+    return next(getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name))
 
 
 @contextmanager

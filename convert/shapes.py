@@ -17,7 +17,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from ..checkpoint.source import CONFIG_NAME
 from ..errors import CheckpointError, UnsupportedError
@@ -33,16 +32,16 @@ _CLASS_TABLES = (
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No warnings and no progress bars of transformers: what matters is checked here and said in our words."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
+    library: Any = transformers.utils.logging
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(logging.CRITICAL)
+    library.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        library.set_verbosity(level)
         if bars:
-            transformers_logging.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 def known_type(config: dict[str, Any]) -> str:
@@ -98,7 +97,7 @@ def resolved_config(config: dict[str, Any]) -> PretrainedConfig:
         # Through a file, because the loader decodes more than from_dict does (infinities, old spellings).
         (Path(place) / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
         try:
-            return CONFIG_MAPPING[model_type].from_pretrained(place)  # type: ignore[no-any-return]
+            return CONFIG_MAPPING[model_type].from_pretrained(place)
         except Exception as problem:  # config classes raise whatever their validators raise
             raise CheckpointError(
                 f"config.json is refused by {CONFIG_MAPPING[model_type].__name__}: {first_line(problem)}",
@@ -113,13 +112,15 @@ def build(model_class: type[PreTrainedModel], config: dict[str, Any]) -> PreTrai
         UnsupportedError: the class cannot be built with these values.
     """
     resolved = resolved_config(config)
+    cls: Any = model_class
     with quiet_transformers(), torch.device("meta"):
         try:
-            return model_class._from_config(resolved)
+            model: PreTrainedModel = cls._from_config(resolved)
         except Exception as problem:  # a model class raises whatever its layers raise
             raise UnsupportedError(
                 f"{model_class.__name__} cannot be built with these settings: {first_line(problem)}"
             ) from problem
+    return model
 
 
 def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:

@@ -49,9 +49,7 @@ class Statistics:
             with safe_open(file, framework="pt") as tensors:
                 metadata, names = dict(tensors.metadata() or {}), list(tensors.keys())
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(
-                f"{file} is no readable statistics file: {problem}.", "Collect it again."
-            ) from problem
+            raise CheckpointError(f"{file} is no statistics file: {problem}.", "Collect it again.") from problem
         if metadata.pop(_KIND, None) != _KIND_VALUE:
             raise CheckpointError(f"{file} holds no calibration statistics.", "Give the file that calibration wrote.")
         return cls(file, len(names), metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError
@@ -19,7 +20,7 @@ def verify(folder: Path) -> list[str]:
         CheckpointError: a tensor is missing or has another shape than the config asks for.
         UnsupportedError: transformers has no class for it.
     """
-    cls = model_class(Checkpoint.open(folder, weights=False).config)
+    cls: Any = model_class(Checkpoint.open(folder, weights=False).config)
     with quiet_transformers():
         try:
             _, report = cls.from_pretrained(

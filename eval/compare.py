@@ -116,7 +116,8 @@ class _Runner:
         stated = [position_limit(subject.config, tokenizer) for subject in subjects]
         limit = min((found for found in stated if found is not None), default=None)
         self.window = choose_window(window, limit, has_learned_positions(source_model))
-        self.stride = min(self.stride or default_stride(self.window), self.window - 1)
+        asked = default_stride(self.window) if self.stride is None else self.stride
+        self.stride = min(asked, self.window - 1)
         self.vocab = shared_vocab(subjects)
         if limit is not None and self.decode.context + self.decode.new_tokens > limit:
             new_tokens = min(self.decode.new_tokens, limit // 2)
@@ -175,5 +176,5 @@ class _Runner:
             "device": device_name(self.device),
             "attention": str(getattr(source_model.config, "_attn_implementation", "unknown")),
             "vocab": self.vocab or subjects[0].vocab,
-            "decode": asdict(self.decode),
+            "decode": {**asdict(self.decode), "batches": list(self.decode.batches)},
         }

@@ -29,6 +29,7 @@ _VARIABLES = {
 _INK, _MUTED, _LINE = "#010101", "#020202", "#030303"
 _ROLE = {"source": "#040404", "converted": "#050505", "uptrained": "#060606", "other": "#070707"}
 _MARKERS = {"source": "s", "converted": "o", "uptrained": "D", "other": "^"}
+_DASHED = (0, (4, 3))
 _WIDTH_INCHES = 5.0
 
 
@@ -67,39 +68,21 @@ def recovery_plot(results: Result) -> tuple[str, str] | None:
     trained = [model for model in results["models"] if len(model["recovery"]) > 1]
     if not trained:
         return None
-    figure, axes = _figure(3.1)
-    values = []
+    figure, axes = _figure(3.6)
+    values: list[float] = []
     for model in trained:
         tokens, held = ([point[key] for point in model["recovery"]] for key in ("tokens", "perplexity"))
-        axes.plot(tokens, held, color=_ROLE[model["role"]], marker="o", markersize=4, linewidth=2)
-        axes.annotate(
-            _shortened(model["name"]),
-            (tokens[-1], held[-1]),
-            (0, 9),
-            textcoords="offset points",
-            ha="right",
-            color=_INK,
-        )
+        axes.plot(tokens, held, color=_ROLE[model["role"]], marker="o", markersize=4, linewidth=2, label=model["name"])
         values += held
     for model in results["models"]:
         if not model["recovery"]:
             value = model["perplexity"]["value"]
-            axes.axhline(value, color=_ROLE[model["role"]], linestyle=(0, (4, 3)), linewidth=1.5)
-            axes.annotate(
-                f"{_shortened(model['name'])} {number(value)}",
-                (0.5, value),
-                (0, 4),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                ha="center",
-                color=_INK,
-            )
+            label = f"{model['name']}, {number(value)}"
+            axes.axhline(value, color=_ROLE[model["role"]], linestyle=_DASHED, linewidth=1.5, label=label)
             values.append(value)
-    axes.grid(color=_LINE)
     _perplexity_scale(axes, "y", values)
     axes.xaxis.set_major_formatter(lambda tokens, _: _tokens(tokens))
-    axes.set_xlabel("uptraining tokens")
-    axes.set_ylabel("held-out perplexity")
+    _name_axes(figure, axes, "uptraining tokens", "held-out perplexity")
     spoken = "; ".join(
         f"{model['name']} from {number(first['perplexity'])} to {number(last['perplexity'])} "
         f"after {_tokens(last['tokens'])} tokens"
@@ -114,41 +97,27 @@ def context_plot(results: Result) -> tuple[str, str] | None:
     pairs = [model for model in results["models"] if "against_source" in model]
     if not pairs or len(pairs[0]["against_source"]["by_context"]) < 3:
         return None
-    figure, axes = _figure(3.1)
+    figure, axes = _figure(3.6)
+    spoken = []
     for model in pairs:
         bins = model["against_source"]["by_context"]
         ratios = [math.exp(found["nats"] - found["source_nats"]) for found in bins]
-        colour = _ROLE[model["role"]]
-        axes.plot(
-            [found["from"] for found in bins],
-            ratios,
-            color=colour,
-            marker=_MARKERS[model["role"]],
-            markersize=4,
-            linewidth=2,
-        )
-        axes.annotate(
-            _shortened(model["name"]),
-            (bins[-1]["from"], ratios[-1]),
-            (0, 8),
-            textcoords="offset points",
-            ha="right",
-            color=_INK,
-        )
-    axes.axhline(1, color=_ROLE["source"], linestyle=(0, (4, 3)), linewidth=1.5)
+        style = {"color": _ROLE[model["role"]], "marker": _MARKERS[model["role"]], "markersize": 4, "linewidth": 2}
+        axes.plot([found["from"] for found in bins], ratios, label=model["name"], **style)
+        spoken.append(f"{model['name']} {ratios[0]:.2f} with little context, {ratios[-1]:.2f} with the most")
+    axes.axhline(1, color=_ROLE["source"], linestyle=_DASHED, linewidth=1.5, label=results["models"][0]["name"])
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:.0f}")
-    axes.margins(y=0.18)
+    _name_axes(figure, axes, "tokens of context, from", "perplexity ÷ source")
+    return _svg(figure, "context"), f"Perplexity divided by the source's, by tokens of context: {'; '.join(spoken)}."
+
+
+def _name_axes(figure: Figure, axes: Axes, across: str, up: str) -> None:
+    """Labels, grid, and the names of the curves above the plot, where no curve runs through them."""
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
     axes.grid(color=_LINE)
-    axes.set_xlabel("tokens of context (from)")
-    axes.set_ylabel("perplexity ÷ source")
-    spoken = "; ".join(
-        f"{model['name']} {math.exp(found[0]['nats'] - found[0]['source_nats']):.2f} with little context, "
-        f"{math.exp(found[-1]['nats'] - found[-1]['source_nats']):.2f} with the most"
-        for model in pairs
-        for found in [model["against_source"]["by_context"]]
-    )
-    return _svg(figure, "context"), f"Perplexity divided by the source's, by tokens of context: {spoken}."
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, handlelength=2.2)
 
 
 def _figure(height_inches: float) -> tuple[Figure, Axes]:
@@ -158,7 +127,7 @@ def _figure(height_inches: float) -> tuple[Figure, Axes]:
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
     axes.patch.set_alpha(0)
-    axes.tick_params(colors=_INK, length=0, labelsize=10)
+    axes.tick_params(which="both", colors=_INK, length=0, labelsize=10)
     axes.xaxis.label.set_color(_MUTED)
     axes.yaxis.label.set_color(_MUTED)
     axes.set_axisbelow(True)

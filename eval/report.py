@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.publish import publishing
-from ..console import table
+from ..console import data, table
 from ..errors import DataError, UsageError
 from . import wording
 from .plots import context_plot, perplexity_plot, recovery_plot
@@ -70,8 +69,14 @@ def read_results(path: Path) -> Result:
 def print_report(results: Result) -> None:
     """The table on stdout, as it stands in the report, and the verdict below it."""
     columns = ["", *(model["name"] for model in results["models"])]
-    body = [[row.label, *(f"{cell.main} {cell.detail}".strip() for cell in row.cells)] for row in wording.rows(results)]
-    table(wording.verdict(results), columns, body)
+    body = [
+        [row.label, *(f"{cell.main}\n{cell.detail}".strip() for cell in row.cells)] for row in wording.rows(results)
+    ]
+    made = results["protocol"]
+    windows = f"window {made['window']}, stride {made['stride']}"
+    title = f"{made['tokens']:,} tokens of {made['corpus']}, {windows}, {made['dtype']}"
+    table(title, columns, body)
+    data.print(wording.verdict(results), markup=False)
 
 
 def worst_loss(results: Result) -> float:
@@ -130,12 +135,11 @@ def html(results: Result) -> str:
         tiles=wording.tiles(results),
         rows=wording.rows(results),
         plots=plots,
-        worst=[model for model in results["models"][1:] if model["against_source"]["worst_documents"]],
+        worst=results["models"][-1].get("against_source", {}).get("worst_documents", []),
         protocol=wording.protocol(results),
         number=wording.number,
         change=wording.change,
         no_recovery=recovery_plot(results) is None,
-        exp=math.exp,
     )
 
 

@@ -56,7 +56,10 @@ def times(ratio: float) -> str:
 def with_interval(estimate: Result, show: Callable[[float | None], str]) -> Cell:
     if estimate["low"] is None or estimate["high"] is None:
         return Cell(show(estimate["value"]))
-    return Cell(show(estimate["value"]), f"[{show(estimate['low'])}, {show(estimate['high'])}]")
+    low, high = show(estimate["low"]), show(estimate["high"])
+    if high.endswith(" %"):
+        low = low.removesuffix(" %")  # one unit for both ends: [2.8, 3.4 %]
+    return Cell(show(estimate["value"]), f"[{low}, {high}]")
 
 
 def rows(results: Result) -> list[Row]:
@@ -65,7 +68,10 @@ def rows(results: Result) -> list[Row]:
     found = [
         _row("Perplexity", "lower is better", models, lambda model: with_interval(model["perplexity"], number)),
         _paired(
-            "against the source", "ratio, paired", models, lambda pair: with_interval(pair["perplexity_ratio"], change)
+            "Perplexity change",
+            "paired with source",
+            models,
+            lambda pair: with_interval(pair["perplexity_ratio"], change),
         ),
         _row("Bits per byte", "any tokenizer", models, lambda model: with_interval(model["bits_per_byte"], number)),
         _paired("KL to the source", "nats per token", models, lambda pair: with_interval(pair["kl_nats"], number)),
@@ -136,11 +142,10 @@ def verdict(results: Result) -> str:
         cell = with_interval(source["perplexity"], number)
         return f"{source['name']} has a perplexity of {cell.main} {cell.detail}".rstrip() + "."
     pair = last["against_source"]
-    before, after = (number(model["perplexity"]["value"]) for model in (source, last))
     ratio = with_interval(pair["perplexity_ratio"], change)
     sentences = [
-        f"{last['name']}: perplexity {after} against {before} of the source, {ratio.main} {ratio.detail}".rstrip()
-        + f", with {_smaller(pair['cache_ratio'])}{_faster(pair)}."
+        f"{last['name']}: perplexity {ratio.main} {ratio.detail}".rstrip()
+        + f" against the source, with {_smaller(pair['cache_ratio'])}{_faster(pair)}."
     ]
     if pair["recovered"]:
         share = with_interval(pair["recovered"], lambda value: percent(value, 0))

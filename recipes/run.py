@@ -74,7 +74,9 @@ def _claim(recipe: Recipe, folder: Path) -> None:
     wanted = recipe.model_dump()
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty and was not made by `headfold run`.", "Choose another folder with -o.")
+            raise UsageError(
+                f"{folder} is not empty and was not made by `headfold run`.", "Choose another folder with -o."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
         return
@@ -84,7 +86,8 @@ def _claim(recipe: Recipe, folder: Path) -> None:
         raise UsageError(f"{file} is damaged.", "Choose another folder with -o, or remove this one.") from problem
     if _comparable(found) != _comparable(wanted):
         raise UsageError(
-            f"{folder} belongs to another recipe (see {file}).", "Choose another folder with -o, or remove this one to start again."
+            f"{folder} belongs to another recipe (see {file}).",
+            "Choose another folder with -o, or remove this one to start again.",
         )
 
 

@@ -83,7 +83,9 @@ def _find(path: Path) -> Path:
     if path.parent == Path() and shipped.is_file():
         return shipped
     names = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
-    raise UsageError(f"There is no recipe {path}.", f"Give the path of a YAML file, or one of the shipped recipes: {names}.")
+    raise UsageError(
+        f"There is no recipe {path}.", f"Give the path of a YAML file, or one of the shipped recipes: {names}."
+    )
 
 
 def _explain(problem: ValidationError) -> str:
@@ -91,7 +93,11 @@ def _explain(problem: ValidationError) -> str:
     fault = problem.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
-        return f"{where}: {fault['msg']} (found {fault['input']!r})." if fault["type"] != "missing" else f"{where} is missing."
+        return (
+            f"{where}: {fault['msg']} (found {fault['input']!r})."
+            if fault["type"] != "missing"
+            else f"{where} is missing."
+        )
     known = list(_section(fault["loc"][:-1]).model_fields)
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
     return f"unknown key {where}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}.")

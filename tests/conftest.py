@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,3 +10,40 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """400 short documents as JSON lines: counting through WORDS from a varying start."""
+    file = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    lines = []
+    for start in range(400):
+        words = [WORDS[(start * 3 + step * (1 + start % 2)) % len(WORDS)] for step in range(12 + start % 9)]
+        lines.append(json.dumps({"text": " ".join(words)}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    """A random two-layer Llama (hidden 32, 4 heads) in bfloat16, with a word-level tokenizer that has only eos."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny") / "source"
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

@@ -64,18 +64,30 @@ _DEPARTURES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": HEAD_DIM},
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
-        **{"hc_lowrank": HEAD_DIM, "indexer_budget": 64, "indexer_compress_ratio": 4},
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "hc_lowrank": HEAD_DIM,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {
-        **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
         "num_hidden_layers": 5,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
     "zamba2": {
-        **{"attention_hidden_size": 128, "attention_head_dim": 32, "num_query_groups": 4, "mamba_headdim": HEAD_DIM},
-        **{"n_mamba_heads": 8, "num_hidden_layers": 3, "hybrid_layer_ids": [2]},
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_query_groups": 4,
+        "mamba_headdim": HEAD_DIM,
+        "n_mamba_heads": 8,
+        "num_hidden_layers": 3,
+        "hybrid_layer_ids": [2],
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid"],
     },
 }
@@ -115,7 +127,7 @@ def repeat_kv_heads(model: Any, kv_heads: int, *, tile: bool = False) -> Any:
     config = copy.deepcopy(model.config)
     set_kv_heads(config, kv_heads)
     torch.manual_seed(0)
-    wide = type(model)(config).eval()
+    wide = type(model)(config).to(model.dtype).eval()
     targets = wide.state_dict()
     few = model.config.get_text_config().num_key_value_heads
     values = {name: _repeated(tensor, targets[name], few, tile) for name, tensor in model.state_dict().items()}

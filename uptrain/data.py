@@ -90,7 +90,7 @@ class Encoder:
 
 
 class _Packer:
-    """Documents one after the other, cut into blocks; what does not fill a block is carried over, also to the next pass."""
+    """Documents one after the other, cut into blocks; the remainder is carried over, also to the next pass."""
 
     def __init__(self, corpus: Corpus, encode: Encoder, block: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._block, self._seed = corpus, encode, block, seed
@@ -125,7 +125,7 @@ class _Packer:
             return True
         if self._whole_pass and not self._blocks_of_pass:
             raise DataError(
-                f"The corpus {self._corpus.spec} gives {len(self.carry)} tokens, fewer than one block of {self._block}.",
+                f"{self._corpus.spec} gives {len(self.carry)} tokens, fewer than one block of {self._block}.",
                 "Give more text, or a smaller --block.",
             )
         self.epoch, self.documents = self.epoch + 1, 0
@@ -147,7 +147,9 @@ class BlockStream:
         DataError: one whole pass over the corpus gives fewer tokens than one block.
     """
 
-    def __init__(self, corpus: Corpus, encode: Encoder, *, block: int, seed: int, position: Position | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, encode: Encoder, *, block: int, seed: int, position: Position | None = None
+    ) -> None:
         self._seed = seed
         self._blocks_per_chunk = max(1, _CHUNK_TOKENS // block)
         self.position = replace(position) if position else Position()

@@ -19,7 +19,14 @@ from ..errors import CheckpointError
 
 
 def write_trained(
-    model: Any, weights: dict[str, torch.Tensor], source: Checkpoint, out: Path, entry: dict[str, Any], metrics: Path, *, overwrite: bool
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    source: Checkpoint,
+    out: Path,
+    entry: dict[str, Any],
+    metrics: Path,
+    *,
+    overwrite: bool,
 ) -> None:
     """Publish ``out`` whole, after its tensors were checked against the source's.
 
@@ -50,10 +57,11 @@ _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.Tensor]:
-    """Weights in their stored dtypes; tensors that were one stay one, or a tied head would be saved as a weight of its own."""
+    """Weights in their stored dtypes; tied tensors stay one, or the head would be saved as a weight of its own."""
     cast: dict[int, torch.Tensor] = {}
     return {
-        name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous()) for name, tensor in weights.items()
+        name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous())
+        for name, tensor in weights.items()
     }
 
 

@@ -91,7 +91,9 @@ class _Watch:
 class _Run:
     """State of one run between its phases."""
 
-    def __init__(self, accelerator: Accelerator, settings: UptrainSettings, budget: Budget, out: Path, overwrite: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, settings: UptrainSettings, budget: Budget, out: Path, overwrite: bool
+    ) -> None:
         self.accelerator, self.settings, self.budget = accelerator, settings, budget
         self.out, self.overwrite = out, overwrite
         self.saves = Saves(out, settings.keep)
@@ -119,7 +121,7 @@ class _Run:
         if progress:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
-            info(f"{self.budget.tokens:,} tokens in {self.budget.steps:,} steps of {self.budget.tokens_per_step:,} tokens.")
+            info(f"{self.budget.tokens:,} tokens: {self.budget.steps:,} steps of {self.budget.tokens_per_step:,}.")
 
     def train(self, stop: Any) -> None:
         """Step until the budget is spent."""
@@ -143,7 +145,10 @@ class _Run:
             if stopping or last or self.step % self.settings.save_every == 0:
                 self.saves.write(self.accelerator, Progress(self.step, self.stream.position), self.settings)
             if stopping and not last:
-                raise Interrupted(f"Stopped by a signal at step {self.step} of {self.budget.steps}; saved.", "Run the same command to go on.")
+                raise Interrupted(
+                    f"Stopped by a signal at step {self.step} of {self.budget.steps}; saved.",
+                    "Run the same command to go on.",
+                )
 
     def finish(self, source: Checkpoint, corpus: Corpus, from_scratch: bool) -> None:
         """Gather the weights (collective) and publish the result from the main process."""
@@ -197,7 +202,9 @@ class _Run:
         """Held-out perplexity, once per step that asks for it."""
         if self.watch is None or not due or self.metrics.has_evaluation(self.step):
             return
-        perplexity = quick_perplexity(self.accelerator.unwrap_model(self.model), self.watch.documents, window=self.settings.block)
+        perplexity = quick_perplexity(
+            self.accelerator.unwrap_model(self.model), self.watch.documents, window=self.settings.block
+        )
         self.metrics.add("eval", step=self.step, tokens=self.step * self.budget.tokens_per_step, perplexity=perplexity)
         info(f"step {self.step}/{self.budget.steps} · held-out perplexity {perplexity:.3f}")
 
@@ -236,7 +243,10 @@ def _build(source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> A
 def _refuse_long_blocks(block: int, config: Any) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and block > longest:
-        raise UsageError(f"Blocks of {block} tokens are longer than the {longest} that the model can take.", f"Give --block {longest}.")
+        raise UsageError(
+            f"Blocks of {block} tokens are longer than the {longest} that the model can take.",
+            f"Give --block {longest}.",
+        )
 
 
 def _resolve_teacher(settings: UptrainSettings, source: Checkpoint) -> UptrainSettings:
@@ -246,7 +256,8 @@ def _resolve_teacher(settings: UptrainSettings, source: Checkpoint) -> UptrainSe
     entry = last_entry(source.folder, "convert")
     if entry is None:
         raise UsageError(
-            f"{source.folder} has no conversion record that says what its source is.", "Name the teacher: --teacher CHECKPOINT."
+            f"{source.folder} has no conversion record that says what its source is.",
+            "Name the teacher: --teacher CHECKPOINT.",
         )
     return settings.model_copy(update={"teacher": str(entry["source"])})
 

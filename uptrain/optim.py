@@ -50,7 +50,11 @@ def make_schedule(settings: UptrainSettings, steps: int) -> Callable[[int], floa
         special = {"num_decay_steps": round(_DECAY_SHARE * steps), "min_lr_ratio": settings.final_learning_rate}
     carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler: Any = get_scheduler(
-        _SCHEDULES[settings.schedule], carrier, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=special
+        _SCHEDULES[settings.schedule],
+        carrier,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=special,
     )
     factor = scheduler.lr_lambdas[0]
     # The library's warm-up starts at zero, which would waste the first step: count steps from one.

@@ -65,7 +65,8 @@ class Saves:
         except OSError as problem:
             shutil.rmtree(temporary, ignore_errors=True)
             raise HeadfoldError(
-                f"The save at step {progress.step} failed: {problem}.", "Free some space; the same command continues from the save before."
+                f"The save at step {progress.step} failed: {problem}.",
+                "Free some space; the same command continues from the save before.",
             ) from problem
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

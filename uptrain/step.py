@@ -65,7 +65,7 @@ class Stepper:
         norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip))
         if not (torch.isfinite(loss_nats) and torch.isfinite(torch.tensor(norm))):
             raise TrainingError(
-                f"At step {step + 1} the loss is {float(loss_nats)} and the gradient's norm {norm}: training has diverged.",
+                f"At step {step + 1} the loss is {float(loss_nats)} and the gradient norm {norm}: the run diverged.",
                 "The last save is intact; lower --learning-rate or raise --warmup and start again with --restart.",
             )
         set_learning_rate(self._optimizer, self.learning_rate(step))

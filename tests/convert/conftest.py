@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from headfold.convert.heads import Attention, Rotary
 from torch import Tensor
 
-from headfold.convert.heads import Attention, Rotary
+HALF = Rotary("half", 8)
 
 
 def _turned(x_TD: Tensor, rotary: Rotary) -> Tensor:
@@ -57,7 +58,7 @@ def random_attention(
     kv_heads: int = 4,
     head_dim: int = 8,
     hidden: int = 24,
-    rotary: Rotary = Rotary("half", 8),
+    rotary: Rotary = HALF,
     biases: bool = False,
     seed: int = 0,
 ) -> Attention:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from headfold.convert.alignment import aligned, phases, rotations
 from headfold.convert.heads import Attention, Rotary
 from headfold.convert.methods import METHODS, MethodContext

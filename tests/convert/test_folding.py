@@ -1,4 +1,4 @@
-"""``folded`` is exact where heads are equal up to an allowed basis change, and agrees with a slow reference elsewhere."""
+"""``folded`` is exact where heads are equal up to an allowed basis change, and elsewhere what the formulas say."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
+from headfold.convert.alignment import aligned
 from headfold.convert.folding import folded, predicted_loss
 from headfold.convert.heads import Attention, Rotary
 from headfold.convert.methods import METHODS, MethodContext
 from headfold.errors import UnsupportedError, UsageError
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROTARIES = [Rotary("half", 8), Rotary("interleaved", 8), Rotary("half", 4), Rotary("interleaved", 4), Rotary("none", 0)]
 X_TC = torch.randn(9, 24, generator=torch.Generator().manual_seed(11))
@@ -66,7 +67,7 @@ def test_as_many_groups_as_heads_changes_nothing(method, make_attention) -> None
 def _reference_scores(attention: Attention, groups: int, moment: np.ndarray) -> np.ndarray:
     """Per query head, the bilinear form of each plane, χᴴ κ as a complex C×C matrix, after an optimal shared row.
 
-    Written from the formulas with singular values of the stacked √w_h κ_h C^½, where the code uses eigenvectors of grams.
+    Written from the formulas with singular values of the stacked √w_h κ_h C^½, the code uses grams.
     """
     root = np.linalg.cholesky(moment)
     q, k = attention.q_HDC.double().numpy(), attention.k_KDC.double().numpy()
@@ -163,40 +164,32 @@ def test_result_has_the_members_size(make_attention) -> None:
     torch.testing.assert_close(converted.k_KDC[:, 4:].norm(dim=(1, 2)), passing)
 
 
-@pytest.mark.parametrize("equal_weights", [True, False])
-def test_normed_keys_use_only_exact_turns(equal_weights, make_attention, output_of) -> None:
-    """Heads equal up to phases (or, where norm weights differ inside a plane, up to signs) and sizes come back."""
+def _planes_turned(k_DC: Tensor, turn_F: Tensor) -> Tensor:
+    kappa_FC = torch.complex(k_DC[:4], k_DC[4:]) * turn_F.unsqueeze(-1)
+    return torch.cat([kappa_FC.real, kappa_FC.imag])
+
+
+@pytest.mark.parametrize("norm", ["equal in a plane", "unequal", "unknown"])
+@pytest.mark.parametrize("method", [folded, aligned])
+def test_normed_keys_use_only_exact_turns(norm, method, make_attention, output_of) -> None:
+    """Heads that differ by what the norm allows (phases, signs, or sizes alone) come back."""
     generator = torch.Generator().manual_seed(4)
     weights_F = torch.rand(4, generator=generator) + 0.5
-    other_F = weights_F if equal_weights else weights_F + 0.3
-    norm_D = torch.cat([weights_F, other_F])
+    norm_D = torch.cat([weights_F, weights_F + (0.3 if norm == "unequal" else 0.0)])
     attention = make_attention(4, 4)
     k_KDC = attention.k_KDC.clone()
-    kappa_FC = torch.complex(k_KDC[0, :4], k_KDC[0, 4:])
     for head in range(1, 4):
         angle_F = torch.rand(4, generator=generator) * 6.28
-        phase_F = torch.polar(torch.ones(4), angle_F) if equal_weights else angle_F.cos().sign().to(kappa_FC.dtype)
-        turned_FC = head * kappa_FC * phase_F.unsqueeze(-1)
-        k_KDC[head] = torch.cat([turned_FC.real, turned_FC.imag])
-    attention = replace(
-        attention,
-        k_KDC=k_KDC,
-        v_KDC=attention.v_KDC[:1].repeat(4, 1, 1),
-        keys_normed=True,
-        q_norm_D=norm_D,
-        k_norm_D=norm_D * 2,
-    )
+        turns = {"equal in a plane": torch.polar(torch.ones(4), angle_F), "unequal": angle_F.cos().sign()}
+        k_KDC[head] = head * _planes_turned(k_KDC[0], turns.get(norm, torch.ones(4)))
+    attention = replace(attention, k_KDC=k_KDC, v_KDC=attention.v_KDC[:1].repeat(4, 1, 1), keys_normed=True)
+    if norm != "unknown":
+        attention = replace(attention, q_norm_D=norm_D, k_norm_D=norm_D * 2)
     expected = output_of(attention, X_TC)
-    torch.testing.assert_close(output_of(folded(attention, 1, MethodContext(0)), X_TC), expected, atol=1e-5, rtol=1e-5)
-    careless = folded(replace(attention, keys_normed=False), 1, MethodContext(0))
-    if not equal_weights:
-        attention = replace(attention, q_norm_D=None, k_norm_D=None)  # unknown weights allow signs, too
-        torch.testing.assert_close(
-            output_of(folded(attention, 1, MethodContext(0)), X_TC), output_of(attention, X_TC), atol=1e-5, rtol=1e-5
-        )
-    control = output_of(replace(careless, keys_normed=True), X_TC)
+    converted = method(attention, 1, MethodContext(0))
+    torch.testing.assert_close(output_of(converted, X_TC), expected, atol=1e-5, rtol=1e-5)
     by_mean = output_of(METHODS["mean"].apply(attention, 1, MethodContext(0)), X_TC)
-    assert max((control - expected).abs().max(), (by_mean - expected).abs().max()) > 0.05
+    assert norm == "unknown" or (by_mean - expected).abs().max() > 0.05, "the control must fail"
 
 
 def test_unread_heads_and_dead_rows_stay_finite(make_attention, output_of) -> None:

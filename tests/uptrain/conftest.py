@@ -1,14 +1,10 @@
-"""A tiny checkpoint with a real tokenizer, and text that a tiny model can learn something from."""
+"""Settings of a short run, on one thread."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from headfold.uptrain.settings import UptrainSettings
-
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 
 
 @pytest.fixture(autouse=True)
@@ -18,40 +14,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory) -> Path:
-    """400 short documents as JSON lines: counting through WORDS from a varying start."""
-    import json
-
-    file = tmp_path_factory.mktemp("text") / "corpus.jsonl"
-    lines = []
-    for start in range(400):
-        words = [WORDS[(start * 3 + step * (1 + start % 2)) % len(WORDS)] for step in range(12 + start % 9)]
-        lines.append(json.dumps({"text": " ".join(words)}))
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory) -> Path:
-    """A random two-layer Llama (hidden 32, 4 heads) stored in bfloat16, with a word-level tokenizer that has only eos."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny") / "source"
-    vocabulary = {word: number for number, word in enumerate(["<eos>", "<unk>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from headfold.errors import UsageError
@@ -37,7 +39,7 @@ def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
     assert rates[9] == pytest.approx(1e-3)
     ends = {"cosine": 1e-4, "linear": 0.0, "constant": 1e-3, "warmup-stable-decay": 1e-4}
     assert rates[-1] == pytest.approx(ends[schedule], abs=2e-5)
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(rates[9:]))
 
 
 def test_without_warm_up_the_first_step_has_the_peak():

@@ -64,7 +64,10 @@ def test_documents_stay_whole_and_in_one_piece_within_an_epoch():
 
 def test_epochs_are_shuffled_differently_and_by_the_seed():
     def order(seed: int) -> list[int]:
-        return [token // 100 for token in take(BlockStream(numbered(20, 4), Encoder(Numbers()), block=4, seed=seed), 40)[::4]]
+        return [
+            token // 100
+            for token in take(BlockStream(numbered(20, 4), Encoder(Numbers()), block=4, seed=seed), 40)[::4]
+        ]
 
     first, second = order(0)[:20], order(0)[20:]
     assert sorted(first) == sorted(second) == list(range(1, 21))

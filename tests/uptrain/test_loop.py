@@ -106,7 +106,9 @@ def test_another_seed_gives_other_weights(finished, tiny_checkpoint, settings, t
     assert not same(weights(uptrain(tiny_checkpoint, tmp_path / "out", settings(seed=4))), weights(finished))
 
 
-def test_gq085_a_broken_save_is_passed_over(finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch, capfd):
+def test_gq085_a_broken_save_is_passed_over(
+    finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch, capfd
+):
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     real = loop.Stepper.__call__
 
@@ -146,7 +148,9 @@ def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_pat
     assert uptrain(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
 
 
-def test_gq086_sigterm_saves_once_and_says_how_to_go_on(finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch):
+def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
+    finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
+):
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     real = loop.Stepper.__call__
 
@@ -166,7 +170,9 @@ def test_gq086_sigterm_saves_once_and_says_how_to_go_on(finished, tiny_checkpoin
     assert same(weights(uptrain(tiny_checkpoint, tmp_path / "out", wanted)), weights(finished))
 
 
-def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(tiny_checkpoint, settings, tmp_path, monkeypatch):
+def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
+    tiny_checkpoint, settings, tmp_path, monkeypatch
+):
     real = loop.Stepper._loss_sum
     calls = []
 

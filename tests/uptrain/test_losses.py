@@ -25,7 +25,9 @@ def test_distillation_is_the_divergence_from_the_teacher():
     expected = float((p * (p / q).log()).sum())
     assert float(distillation_sum(student, teacher)) == pytest.approx(expected, rel=1e-5)
     assert float(distillation_sum(teacher, teacher)) == pytest.approx(0, abs=1e-6)
-    assert float(distillation_sum(student, teacher)) != pytest.approx(float(distillation_sum(teacher, student)), rel=1e-2)
+    assert float(distillation_sum(student, teacher)) != pytest.approx(
+        float(distillation_sum(teacher, student)), rel=1e-2
+    )
 
 
 def test_bfloat16_logits_are_summed_in_float32():

@@ -1,0 +1,291 @@
+"""Repeat the KV heads of a random GQA model, convert back: weights bit-equal, logits equal, for every kind of type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headfold.checkpoint.source import Checkpoint
+from headfold.convert.run import convert_checkpoint
+from safetensors.torch import load_file
+from tiny import logits_of, repeat_kv_heads, tiny_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+CORE = tuple(
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "olmo",
+        "granite",
+        "cohere",
+        "stablelm",
+        "starcoder2",
+        "mixtral",
+        "glm",
+        "smollm3",
+        "seed_oss",
+        "helium",
+        "nemotron",
+        "qwen2_moe",
+        "qwen3_next",
+        "gpt_oss",
+        "moshi",
+        "zamba2",
+        "nemotron_h",
+        "gemma3",
+        "exaone",
+    ]
+)
+OTHERS = tuple(
+    [
+        "afmoe",
+        "apertus",
+        "apertus1p5_text",
+        "arcee",
+        "aria_text",
+        "bamba",
+        "beam",
+        "bitnet",
+        "cohere2",
+        "cohere2_moe",
+        "cohere_compass_text",
+        "cwm",
+        "dory",
+        "dots1",
+        "emu3",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "falcon_h1",
+        "flint",
+        "gemma3n_text",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gemma4_unified_text",
+        "glm4",
+        "glm4_moe",
+        "got_ocr2",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hyperclovax",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "jamba",
+        "kolibri1",
+        "laguna",
+        "lara_mini",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "llama4",
+        "llama4_text",
+        "mellum",
+        "minimax",
+        "minimax_m3_vl_text",
+        "ministral",
+        "ministral3",
+        "mllama",
+        "moss_transcribe_diarize",
+        "nanochat",
+        "olmo",
+        "phimoe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_moe",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "solar_open",
+        "vaultgemma",
+        "zamba",
+    ]
+)
+
+
+def _available(types: tuple[str, ...]) -> list[str]:
+    return sorted({name for name in types if name in CONFIG_MAPPING})
+
+
+def test_the_lists_are_not_empty() -> None:
+    assert len(_available(CORE)) >= 20
+
+
+def _convert_back(small: Any, kv_heads: int, folder: Path, *, tile: bool = False, groups: int | None = None) -> Path:
+    wide = repeat_kv_heads(small, kv_heads, tile=tile)
+    wide.save_pretrained(folder / "source")
+    return convert_checkpoint(folder / "source", folder / "out", groups=groups or small_heads(small))
+
+
+def small_heads(model: Any) -> int:
+    return int(model.config.get_text_config().num_key_value_heads)
+
+
+def _check_exact(small: Any, out: Path) -> None:
+    small.save_pretrained(out.parent / "expected")
+    expected = load_file(out.parent / "expected" / "model.safetensors")
+    made = load_file(out / "model.safetensors")
+    assert set(made) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(made[name], tensor), name
+    assert torch.equal(logits_of(type(small).from_pretrained(out).eval()), logits_of(small))
+
+
+@pytest.mark.parametrize("model_type", _available(CORE))
+def test_gq048_repeated_heads_come_back_exactly(model_type: str, tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 2)
+    _check_exact(small, _convert_back(small, 4, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", _available(OTHERS))
+def test_gq048_repeated_heads_come_back_exactly_in_all_other_types(model_type: str, tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 2)
+    _check_exact(small, _convert_back(small, 4, tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "cohere", "phi"])
+@pytest.mark.parametrize(("kv_heads", "groups"), [(6, 3), (6, 1), (3, 1), (2, 1)])
+def test_gq031_gqa_sources_and_counts_that_are_no_power_of_two(
+    model_type: str, kv_heads: int, groups: int, tmp_path: Path
+) -> None:
+    small = tiny_model(model_type, 6, groups)
+    _check_exact(small, _convert_back(small, kv_heads, tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mixtral"])
+def test_control_the_wrong_order_of_heads_fails(model_type: str, tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 2)
+    out = _convert_back(small, 4, tmp_path, tile=True)
+    made = type(small).from_pretrained(out).eval()
+    assert (logits_of(made) - logits_of(small)).abs().max() > 1e-2
+    assert not torch.equal(made.state_dict()[_a_key(made)], small.state_dict()[_a_key(small)])
+
+
+def _a_key(model: Any) -> str:
+    return next(name for name in model.state_dict() if name.endswith("k_proj.weight"))
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random", "aligned", "folded"])
+def test_gq030_as_many_groups_as_heads_copies_every_tensor(method: str, tmp_path: Path) -> None:
+    tiny_model("qwen2", 4, 4).save_pretrained(tmp_path / "source")
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=4, method=method)
+    assert (out / "model.safetensors").stat().st_size > 1000
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "source", out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (out / "config.json").read_bytes() == (tmp_path / "source" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gq107_the_cache_holds_one_head_per_group(model_type: str, groups: int, tmp_path: Path) -> None:
+    tiny_model(model_type, 4, 4).save_pretrained(tmp_path / "source")
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=groups)
+    model = type(tiny_model(model_type, 4, 4)).from_pretrained(out).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(5, 12)[None], use_cache=True).past_key_values
+    assert {layer.keys.shape[1] for layer in cache.layers} == {groups}
+    assert {layer.values.shape[1] for layer in cache.layers} == {groups}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gq036_half_types_keep_their_dtype_and_stay_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    small = tiny_model("qwen2", 8, 2).to(dtype)
+    out = _convert_back(small, 8, tmp_path)
+    made = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in made.values()} == {dtype}
+    for name, tensor in small.state_dict().items():
+        assert torch.equal(made.get(name, tensor), tensor), name
+
+
+def test_gq031_two_steps_equal_one_within_rounding(tmp_path: Path) -> None:
+    tiny_model("llama", 8, 8).save_pretrained(tmp_path / "source")
+    direct = convert_checkpoint(tmp_path / "source", tmp_path / "direct", groups=2)
+    half = convert_checkpoint(tmp_path / "source", tmp_path / "half", groups=4)
+    twice = convert_checkpoint(half, tmp_path / "twice", groups=2)
+    for name, tensor in load_file(direct / "model.safetensors").items():
+        other = load_file(twice / "model.safetensors")[name]
+        assert torch.allclose(tensor, other, rtol=2.4e-7, atol=1e-8), name
+
+
+def test_gq056_only_the_softmax_layers_of_a_hybrid_change(tmp_path: Path) -> None:
+    tiny_model("qwen3_next", 4, 4).save_pretrained(tmp_path / "source")
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "source", out))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".k_proj." in name or ".v_proj." in name}
+    assert 0 < len(changed) < len(before)
+
+
+def test_gq059_experts_and_router_are_copied_as_bytes(tmp_path: Path) -> None:
+    tiny_model("mixtral", 4, 4).save_pretrained(tmp_path / "source")
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
+    before, after = (Checkpoint.open(folder) for folder in (tmp_path / "source", out))
+    assert before.tensors.keys() == after.tensors.keys()
+    experts = [name for name in before.tensors if "block_sparse_moe" in name]
+    assert len(experts) == 2 * (4 * 3 + 1)
+    assert all(_bytes(before, name) == _bytes(after, name) for name in experts)
+
+
+def _bytes(checkpoint: Checkpoint, name: str) -> bytes:
+    info = checkpoint.tensors[name]
+    with info.file.open("rb") as stream:
+        stream.seek(info.begin)
+        return stream.read(info.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "over"),
+    [
+        ("phi", {"partial_rotary_factor": 0.5}),
+        ("stablelm", {"partial_rotary_factor": 0.25}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+    ],
+)
+def test_gq054_rotary_settings_survive(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 2, max_position_embeddings=8, **over)
+    out = _convert_back(small, 4, tmp_path)
+    _check_exact(small, out)
+    made = type(small).from_pretrained(out).eval()
+    assert torch.equal(logits_of(made, tokens=32), logits_of(small, tokens=32))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_gq053_norms_shared_by_all_heads_are_left_alone_also_at_one_head(model_type: str, tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 1)
+    _check_exact(small, _convert_back(small, 4, tmp_path))
+
+
+@pytest.mark.parametrize(("model_type", "over"), [("qwen2", {}), ("llama", {"attention_bias": True})])
+def test_gq049_biases_are_merged_with_their_rows(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+    small = tiny_model(model_type, 4, 2, **over)
+    out = _convert_back(small, 4, tmp_path)
+    _check_exact(small, out)
+    assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.bias"].shape == (32,)
+
+
+@pytest.mark.parametrize(("hidden", "head_dim"), [(48, 16), (64, 8)])
+def test_gq028_head_dim_that_is_not_hidden_over_heads(hidden: int, head_dim: int, tmp_path: Path) -> None:
+    small = tiny_model("gemma", 4, 2, hidden_size=hidden, head_dim=head_dim)
+    out = _convert_back(small, 4, tmp_path)
+    _check_exact(small, out)
+    made = load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+    assert made.shape == (2 * head_dim, hidden)

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from eval_models import WORDS, random_documents, tiny_llama, word_tokenizer
+from headfold.errors import CheckpointError, DataError, HeadfoldError, UsageError
+from headfold.eval.compare import compare
+from headfold.eval.footprint import DecodeSettings
+from headfold.eval.limits import choose_device, choose_dtype
+from headfold.eval.paired import score_pair
+from headfold.eval.perplexity import score
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+QUICK = DecodeSettings(batches=(1,), context=8, new_tokens=4, repeats=2)
+
+
+@pytest.fixture
+def source(save) -> str:
+    return save("source", tiny_llama(), word_tokenizer(template=True))
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    def compare_here(source: str, *others: str, **settings):
+        settings = {"data": text_file, "decode": QUICK, "window": 32, "device": "cpu", **settings}
+        return compare(source, list(others), out=tmp_path / "report", **settings)
+
+    return compare_here
+
+
+def test_an_identical_copy_differs_in_nothing(run, save, source):
+    copy = save("copy", tiny_llama(), word_tokenizer(template=True))
+    results = run(source, copy)
+    pair = results["models"][1]["against_source"]
+    assert pair["perplexity_ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert pair["kl_nats"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert pair["same_top_token"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert pair["cache_ratio"] == 1
+    assert results["models"][0]["nll_nats"] == results["models"][1]["nll_nats"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_gq100_identical_models_agree_to_the_last_digit(batch_size):
+    documents = random_documents([70, 3, 41])
+    found = score_pair(tiny_llama(), tiny_llama(), documents, window=16, batch_size=batch_size)
+    assert found.source.total() == found.other.total()
+    assert found.source.total() == score(tiny_llama(), documents, window=16, batch_size=batch_size).total()
+
+
+def test_pair_numbers_are_those_of_the_plain_formulas():
+    source, other, documents = tiny_llama(), tiny_llama(seed=1), random_documents([20, 9])
+    found = score_pair(source, other, documents, window=64)
+    for index, document in enumerate(documents):
+        with torch.no_grad():
+            ids = torch.tensor([document.ids])
+            log_p, log_q = (model(ids).logits[0, :-1].double().log_softmax(-1) for model in (source, other))
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        torch.testing.assert_close(torch.tensor(found.kl_N[index]), kl.float(), rtol=1e-4, atol=1e-5)
+        assert found.same_top_N[index].tolist() == (log_p.argmax(-1) == log_q.argmax(-1)).float().tolist()
+        reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
+        assert not torch.allclose(kl, reverse, rtol=1e-2)  # the control: the direction matters
+
+
+def test_results_hold_what_was_measured(run, save, source, text_file):
+    tokenizer = word_tokenizer(template=True)
+    grouped = save("grouped", tiny_llama(kv_heads=1, seed=1), tokenizer)
+    results = run(source, grouped, command="headfold eval source grouped")
+    first, second = results["models"]
+    pair = second["against_source"]
+    assert results["schema"] == 1
+    assert results["command"] == "headfold eval source grouped"
+    assert [first["role"], second["role"]] == ["source", "other"]
+    assert [first["kv_heads"], second["kv_heads"]] == [[4], [1]]
+    assert pair["cache_ratio"] == 4
+    words = [json.loads(line)["text"].split() for line in Path(text_file).read_text().splitlines()]
+    made = results["protocol"]
+    assert made["tokens"] == sum(map(len, words))  # BOS gives the first word a context, so each word is scored
+    assert made["documents"] == 12
+    assert made["uniform_perplexity"] == 32
+    assert made["bos"] is True
+    ratio = second["perplexity"]["value"] / first["perplexity"]["value"]
+    assert pair["perplexity_ratio"]["value"] == pytest.approx(ratio, rel=1e-9)
+    assert pair["perplexity_ratio"]["low"] < ratio < pair["perplexity_ratio"]["high"]
+    assert sum(first["nll_nats"]) == pytest.approx(made["tokens"] * math.log(first["perplexity"]["value"]))
+    assert sum(part["tokens"] for part in pair["by_context"]) == made["tokens"]
+    weighted = sum(part["tokens"] * part["nats"] for part in pair["by_context"])
+    assert weighted == pytest.approx(sum(second["nll_nats"]))
+    assert json.loads((Path(grouped).parent / "report" / "results.json").read_text()) == results
+
+
+def test_recovered_share_and_roles_from_the_records(run, save):
+    """ln(ppl_c/ppl_u) / ln(ppl_c/ppl_s), from checkpoints that say what they are."""
+    tokenizer = word_tokenizer(template=True)
+    models = {"source": tiny_llama(), "converted": tiny_llama(kv_heads=2), "uptrained": tiny_llama(kv_heads=2)}
+    with torch.no_grad():  # the smaller the head, the nearer to guessing, which random weights do not reach
+        for scale, model in zip((0.1, 1.0, 0.5), models.values(), strict=True):
+            model.lm_head.weight.mul_(scale)
+    source, converted, uptrained = (Path(save(name, model, tokenizer)) for name, model in models.items())
+    (converted / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "convert"}]}))
+    lines = [
+        {"kind": "train", "step": 1},
+        *({"kind": "eval", "tokens": n, "perplexity": 50.0 - n} for n in (20, 0, 10)),
+    ]
+    (uptrained / "headfold_metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "ev'
+    )
+    results = run(str(source), str(converted), str(uptrained))
+    s, c, u = (model["perplexity"]["value"] for model in results["models"])
+    assert [model["role"] for model in results["models"]] == ["source", "converted", "uptrained"]
+    assert results["models"][2]["recovery"] == [{"tokens": n, "perplexity": 50.0 - n} for n in (0, 10, 20)]
+    recovered = results["models"][2]["against_source"]["recovered"]
+    assert results["models"][1]["against_source"]["recovered"] is None
+    assert s < u < c
+    assert recovered["value"] == pytest.approx(math.log(c / u) / math.log(c / s), rel=1e-9)
+    assert recovered["low"] < recovered["value"] < recovered["high"]
+    assert recovered["converted"] == "converted"
+
+
+def merges_tokenizer(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    letters = sorted({letter for word in WORDS for letter in word})
+    pieces = ["<unk>", *letters, *("".join(pair) for pair in [("t", "h"), ("c", "a")])]
+    backend = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def test_gq099_tokenizers_that_differ_by_one_merge_are_refused(run, save, tmp_path):
+    one = save("one", tiny_llama(), merges_tokenizer([("t", "h"), ("c", "a")]))
+    other = save("other", tiny_llama(), merges_tokenizer([("t", "h")]))
+    with pytest.raises(UsageError, match="tokenizers") as refused:
+        run(one, other)
+    assert "bits per byte" in refused.value.hint
+    assert not (tmp_path / "report").exists()
+    assert run(other)["models"][0]["bits_per_byte"]["value"] > 0  # what the hint offers works
+
+
+def test_gq099_padded_vocabulary_is_allowed_and_scores_equally(run, save, source):
+    padded = tiny_llama()
+    padded.resize_token_embeddings(40, mean_resizing=False)
+    with torch.no_grad():
+        padded.lm_head.weight[32:] = 5.0  # loud rows that would take probability from the real ones
+    results = run(source, save("padded", padded, word_tokenizer(template=True)))
+    pair = results["models"][1]["against_source"]
+    assert results["protocol"]["vocab"] == 32
+    assert pair["perplexity_ratio"]["value"] == pytest.approx(1, rel=1e-6)
+    assert pair["kl_nats"]["value"] == pytest.approx(0, abs=1e-6)
+
+
+def test_tokenizer_with_more_ids_than_the_model(run, save, text_file):
+    Path(text_file).write_text(json.dumps({"text": "the cat x19"}) + "\n")
+    broken = save("broken", tiny_llama(), word_tokenizer(extra=20))
+    with pytest.raises(DataError, match="41"):
+        run(broken)
+
+
+def test_gq096_window_is_clipped_to_what_the_model_was_made_for(run, source, capsys):
+    assert run(source, window=None, overwrite=True)["protocol"]["window"] == 64
+    assert run(source, window=128, overwrite=True)["protocol"]["window"] == 64
+    assert "warning" in capsys.readouterr().err
+    assert run(source, window=48, overwrite=True)["protocol"]["window"] == 48
+
+
+def test_gq096_learned_positions_refuse_a_longer_window(run, save):
+    config = GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    model = save("gpt2", GPT2LMHeadModel(config), word_tokenizer())
+    with pytest.raises(UsageError, match="64"):
+        run(model, window=128)
+    assert run(model, window=None)["protocol"]["window"] == 64
+
+
+def test_gq083_tokenizer_without_special_tokens(run, save):
+    tokenizer = word_tokenizer(specials=False)
+    results = run(save("plain", tiny_llama(), tokenizer), save("copy", tiny_llama(), tokenizer))
+    assert results["protocol"]["bos"] is False
+    assert results["models"][1]["against_source"]["perplexity_ratio"]["value"] == 1
+
+
+def test_gq106_eager_and_sdpa_give_the_same_scores():
+    model, documents = tiny_llama(kv_heads=2), random_documents([50, 23])
+    model.set_attn_implementation("eager")
+    eager = score(model, documents, window=32, batch_size=4).total()
+    model.set_attn_implementation("sdpa")
+    assert score(model, documents, window=32, batch_size=4).total().nll_nats == pytest.approx(eager.nll_nats, rel=1e-6)
+
+
+def test_one_document_has_no_interval(run, source, text_file):
+    Path(text_file).write_text(json.dumps({"text": "the cat sat on a mat " * 9}) + "\n")
+    results = run(source)
+    assert results["models"][0]["perplexity"]["low"] is None
+    page = (Path(source).parent / "report" / "report.html").read_text()
+    assert "no interval is possible" in page
+
+
+def test_a_missing_weight_is_an_error(run, source):
+    file = Path(source) / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="up_proj"):
+        run(source)
+
+
+def test_truncated_weights_are_an_error(run, source, tmp_path):
+    file = Path(source) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-500])
+    with pytest.raises(CheckpointError):
+        run(source)
+    assert not (tmp_path / "report").exists()
+
+
+def test_logits_that_are_not_finite_are_an_error(run, save):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = math.nan
+    with pytest.raises(CheckpointError, match="finite"):
+        run(save("broken", model, word_tokenizer()))
+
+
+def test_requests_that_make_no_sense(run, source, tmp_path, text_file):
+    with pytest.raises(UsageError):
+        run(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="twice"):
+        run(source, source)
+    for wrong in (
+        {"window": 1},
+        {"stride": 0},
+        {"batch_size": 0},
+        {"dtype": "int3"},
+        {"device": "abacus"},
+        {"max_tokens": 0},
+    ):
+        with pytest.raises(HeadfoldError):
+            run(source, **wrong)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match="not empty"):
+        run(source)
+    assert (tmp_path / "report" / "mine.txt").exists()
+
+
+def test_dtype_auto_follows_the_source_but_not_on_a_cpu():
+    config = tiny_llama().bfloat16().config
+    config.dtype = torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert choose_dtype("bfloat16", config, torch.device("cpu")) == torch.bfloat16
+    assert choose_device("cpu") == torch.device("cpu")

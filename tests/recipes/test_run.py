@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from headfold.errors import UsageError
+from headfold.recipes.run import run_recipe
+from headfold.recipes.schema import Recipe
+
+
+@pytest.fixture
+def recipe(tiny_checkpoint, text_file):
+    return Recipe.model_validate(
+        {
+            "checkpoint": str(tiny_checkpoint),
+            "convert": {"groups": 1},
+            "uptrain": {
+                "data": str(text_file), "steps": 3, "block": 16, "batch": 2, "precision": "fp32", "device": "cpu",
+                "eval_data": str(text_file), "eval_tokens": 200,
+            },
+            "eval": {"data": str(text_file), "tokens": 300, "window": 16},
+        }
+    )  # fmt: skip
+
+
+def test_the_three_steps_run_and_a_second_call_skips_them(recipe, tmp_path, capfd):
+    report = run_recipe(recipe, tmp_path / "out")
+    assert report.read_text().lstrip().lower().startswith("<!doctype html>")
+    results = json.loads(report.with_name("results.json").read_text())
+    assert len(results["models"]) == 3
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    capfd.readouterr()
+    assert run_recipe(recipe, tmp_path / "out") == report
+    assert capfd.readouterr().err.count("skipped") == 3
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+
+def test_a_missing_step_is_done_again(recipe, tmp_path, capfd):
+    report = run_recipe(recipe, tmp_path / "out")
+    shutil.rmtree(report.parent)
+    capfd.readouterr()
+    assert run_recipe(recipe, tmp_path / "out").exists()
+    assert capfd.readouterr().err.count("skipped") == 2
+
+
+def test_a_folder_of_another_recipe_is_refused(recipe, tmp_path):
+    run_recipe(recipe, tmp_path / "out")
+    other = recipe.model_copy(update={"uptrain": recipe.uptrain.model_copy(update={"seed": 9})})
+    with pytest.raises(UsageError, match="belongs to another recipe"):
+        run_recipe(other, tmp_path / "out")
+    watched = recipe.model_copy(update={"uptrain": recipe.uptrain.model_copy(update={"log_every": 1})})
+    assert run_recipe(watched, tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_else_in_it_is_refused(recipe, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="was not made by"):
+        run_recipe(recipe, tmp_path)

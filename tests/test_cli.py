@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from headfold import cli
+from headfold.cli import app, main
+
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_there_are_commands():
+    assert {"convert", "uptrain", "eval", "run"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_stands_in_the_readme(command, capsys):
+    assert run(command, "--help") == 0
+    assert f"headfold {command}" in capsys.readouterr().out.split("Example:")[1]
+    readme = cli.Path(cli.__file__).with_name("README.md").read_text()
+    assert f"headfold {command}" in readme
+
+
+def test_help_answers_at_once_and_imports_no_torch():
+    probe = (
+        "import sys, headfold.cli\n"
+        "try: headfold.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "convert" in done.stdout
+
+
+def test_module_and_console_script_are_the_same_program():
+    done = subprocess.run([sys.executable, "-m", "headfold", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("headfold ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["convert", "./nowhere", "--groups", "2", "-o", "out"], 2, "nowhere"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "-o", "out"], 2, "exactly one budget"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "-o", "out"], 2, "nowhere"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--steps", "-4", "-o", "out"], 2, "--steps -4"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "1.5", "-o", "out"], 2, "no whole number"),
+        (
+            ["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "--schedule", "cosinus", "-o", "out"],
+            2,
+            "cosine",
+        ),
+        (["eval", "./nowhere", "./neither", "--data", "stdlib", "-o", "out"], 2, "nowhere"),
+        (["run", "nothing-of-that-name"], 2, "shipped recipes: demo"),
+        (["convert", "./nowhere", "-o", "out"], 2, "--groups"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_writes_nothing(arguments, code, says, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == code
+    shown = capfd.readouterr().err
+    assert says in shown.replace("\n", " ")
+    assert "Traceback" not in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_can_be_looked_at_before_anything_is_there(capsys):
+    assert (
+        run(
+            "uptrain", "x", "--data", "stdlib", "--fraction", "0.05", "--pretraining-tokens", "2e12", "--block", "4096",
+            "--batch", "256", "-o", "out", "--dry-run",
+        )
+        == 0
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "95,368" in shown  # ceil(0.05 · 2e12 / (4096 · 256)) steps
+    assert "1,048,576" in shown
+
+
+def test_messages_go_to_stderr_and_results_to_stdout(capfd):
+    assert run("run", "demo", "--dry-run") == 0
+    shown = capfd.readouterr()
+    assert "groups: 2" in shown.out
+    assert shown.err == ""
+
+
+def test_without_colour_errors_read_the_same():
+    environment = {**os.environ, "NO_COLOR": "1"}
+    began = time.monotonic()
+    command = [sys.executable, "-m", "headfold", "run", "nothing-of-that-name"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: There is no recipe nothing-of-that-name.\nhint: ")
+    assert time.monotonic() - began < 60
