@@ -45,16 +45,42 @@ def _root(
     pass
 
 
-@app.command(epilog="Example: `headfold convert meta-llama/Llama-2-7b-hf --groups 8 -o llama-2-7b-gqa8`")
+@app.command(
+    epilog="Example: `headfold convert meta-llama/Llama-2-7b-hf --groups 8 --calibration text.jsonl -o llama-2-7b-gqa8`"
+)
 def convert(
     checkpoint: Source,
     out: Out,
     groups: Annotated[int, typer.Option("--groups", "-g", help="KV heads of the result; divides those of the source.")],
-    method: Annotated[str, typer.Option(help="how a group becomes one head: mean, first or random")] = "mean",
-    seed: Annotated[int, typer.Option(help="of the method random")] = 0,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How a group becomes one head: mean, first, random, aligned or folded. "
+            "Default: folded where calibration text is given, else mean."
+        ),
+    ] = None,
+    grouping: Annotated[
+        str | None,
+        typer.Option(
+            help="Which heads form a group: contiguous (neighbours) or similarity. Default: similarity for folded."
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Text the method may look at; never the text you will evaluate on.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of that text to read.")] = 131_072,
+    statistics: Annotated[
+        Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
+    ] = None,
+    refine: Annotated[
+        int, typer.Option(min=0, help="Training steps per layer that fit each block to the source; try 200.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Where calibration and refinement run: cpu, cuda, …")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the method random, and of the order of the text in refinement.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Turn a checkpoint into one with fewer KV heads, ready for transformers, vLLM, SGLang and llama.cpp.
 
@@ -63,11 +89,22 @@ def convert(
     """
     from .convert.run import plan_conversion, run_plan
 
-    plan = plan_conversion(checkpoint, groups=groups, method=method, revision=revision)
+    looks_at_text = calibration is not None or statistics is not None
+    method = method or ("folded" if looks_at_text else "mean")
+    grouping = grouping or ("similarity" if method == "folded" else "contiguous")
+    plan = plan_conversion(checkpoint, groups=groups, method=method, grouping=grouping, revision=revision)
     if dry_run:
         console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], plan.describe())
         return
-    run_plan(plan, out, overwrite=overwrite, seed=seed)
+    if looks_at_text or refine:
+        from .convert.calibrated import Calibration, convert_calibrated
+
+        text = Calibration(calibration, calibration_tokens, refine=refine, statistics=statistics, device=device)
+        convert_calibrated(plan, out, text, overwrite=overwrite, seed=seed, trust_remote_code=trust_remote_code)
+    else:
+        if method == "folded":
+            console.warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
+        run_plan(plan, out, overwrite=overwrite, seed=seed)
     console.result(out)
 
 

@@ -131,20 +131,31 @@ def _adding(sums: Sums, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]],
     return hook
 
 
-def load_for_calibration(folder: Path, weight_bytes: int, scratch: Path, *, trust_remote_code: bool = False) -> Any:
-    """The source, for forward passes: in memory where it fits, else with its weights left on disk.
+def load_for_calibration(
+    folder: Path,
+    weight_bytes: int,
+    scratch: Path,
+    *,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The source, for forward passes on ``device``: in memory where it fits, else with its weights left on disk.
 
     On disk, accelerate maps a module's weights from the safetensors files just before it runs and drops them after,
-    so memory holds one module's weights and the activations of a batch.
+    so memory holds one module's weights and the activations of a batch. With a GPU it keeps there what fits.
 
     Args:
         weight_bytes: size of all weights.
         scratch: an empty folder; weights that the class stores in another form than the files go there.
     """
     if weight_bytes < psutil.virtual_memory().available * _IN_MEMORY_SHARE:
-        return load_causal_lm(folder, trust_remote_code=trust_remote_code)
+        return load_causal_lm(folder, trust_remote_code=trust_remote_code).to(device)
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    places = {"": "disk"} if torch.device(device).type == "cpu" else "auto"
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", device_map={"": "disk"}, offload_folder=scratch, trust_remote_code=trust_remote_code
+        folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
     )

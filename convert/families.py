@@ -67,6 +67,7 @@ def head_counts(config: dict[str, Any]) -> HeadCounts:
 
     Raises:
         UnsupportedError: the type is unknown, has no such setting, or sets it per layer.
+        CheckpointError: the config class refuses the values.
     """
     model_type = known_type(config)
     _refuse_by_row(model_type)
@@ -79,6 +80,8 @@ def head_counts(config: dict[str, Any]) -> HeadCounts:
     kv_heads = getattr(text, KV_KEY, None)
     if not isinstance(heads, int) or (kv_heads is None and not hasattr(text, KV_KEY)):
         raise _no_setting(model_type)
+    if heads < 1 or (getattr(text, "num_hidden_layers", None) or 1) < 1:
+        raise CheckpointError("config.json asks for a model without heads or without layers.", "Repair config.json.")
     path = (*_place(config, resolved, text), key)
     return HeadCounts(heads, heads if kv_heads is None or _is_null(config, path) else int(kv_heads), path)
 
@@ -228,6 +231,3 @@ def _has_weight(checkpoint: Checkpoint, scale: str) -> bool:
     """True when the tensor ``scale`` lies beside the weight it scales."""
     stem = re.sub(r"[._](weight_scale|scale|scale_inv|input_scale|weight_scale_inv)$", "", scale)
     return stem.removesuffix(".weight") + ".weight" in checkpoint.tensors
-
-
-__all__ = ["CheckpointError", "Family", "HeadCounts", "check_groups", "find_family", "group_counts", "head_counts"]

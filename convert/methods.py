@@ -70,8 +70,10 @@ def pool_mean(heads: Tensor, groups: int, context: MethodContext) -> Tensor:
     """
     wide = torch.float64 if heads.dtype in (torch.float32, torch.float64) else torch.float32
     members = heads.shape[0] // groups
-    pooled = [heads[first : first + members].to(wide).mean(0) for first in range(0, heads.shape[0], members)]
-    return torch.stack(pooled)
+    total = heads[::members].to(wide, copy=True)
+    for member in range(1, members):
+        total += heads[member::members]
+    return total / members
 
 
 def pool_first(heads: Tensor, groups: int, context: MethodContext) -> Tensor:

@@ -143,13 +143,18 @@ def _task(
     added_NTC, after_NTC, plain = _run_source(original, wanted_NTC, batch, place)
     if plain:
         call, inputs_NTC = _attention_call(layer, h_NTC, batch, place)
-        stream_NTC, targets_NTC = wanted_NTC + added_NTC, wanted_NTC + added_NTC - h_NTC
+        stream_NTC = wanted_NTC + added_NTC
     else:
         call, inputs_NTC = layer, h_NTC
-        stream_NTC, targets_NTC, added_NTC = after_NTC, after_NTC, after_NTC - wanted_NTC
-    weights_NT = 1 / stream_NTC.square().mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    variance = (added_NTC.square().mean(-1) * weights_NT).mean().item()
+        stream_NTC, added_NTC = after_NTC, after_NTC - wanted_NTC
+    weights_NT = 1 / _mean_square(stream_NTC).clamp_min(torch.finfo(torch.float32).tiny)
+    variance = (_mean_square(added_NTC) * weights_NT).mean().item()
+    targets_NTC = stream_NTC.sub_(h_NTC) if plain else stream_NTC
     return _Task(call, inputs_NTC, targets_NTC, weights_NT, variance), after_NTC
+
+
+def _mean_square(x_NTC: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x_NTC, dim=-1).square() / x_NTC.shape[-1]
 
 
 def _run_source(original: Layer, wanted_NTC: Tensor, batch: int, place: torch.device) -> tuple[Tensor, Tensor, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,20 @@ def plan_conversion(
 
 
 def run_plan(
-    plan: Plan, out: Path, *, statistics: Statistics | None = None, overwrite: bool = False, seed: int = 0
+    plan: Plan,
+    out: Path,
+    *,
+    statistics: Statistics | None = None,
+    refine: Callable[[Path], dict[str, Any]] | None = None,
+    overwrite: bool = False,
+    seed: int = 0,
 ) -> Path:
-    """Execute ``plan``; see :func:`convert_checkpoint`."""
+    """Execute ``plan``; see :func:`convert_checkpoint`.
+
+    Args:
+        refine: called with the finished folder before it is published, to fit its weights in place; what it returns
+            goes into the record.
+    """
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
@@ -94,7 +106,8 @@ def run_plan(
         unused = verify(folder)
         write_weights(plan, writer, statistics, seed)
         Checkpoint.open(folder)
-        write_record(folder, plan.source.folder, _entry(plan, statistics, seed, unused))
+        refined = None if refine is None else refine(folder)
+        write_record(folder, plan.source.folder, {**_entry(plan, statistics, seed, unused), "refinement": refined})
     return out
 
 

@@ -143,4 +143,6 @@ def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str
 def first_line(problem: BaseException) -> str:
     """The first words of an error that another library raised."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return lines[0] if lines else type(problem).__name__
+    if isinstance(problem, KeyError) or not lines:
+        return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
+    return lines[0]

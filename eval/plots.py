@@ -102,7 +102,12 @@ def context_plot(results: Result) -> tuple[str, str] | None:
     for model in pairs:
         bins = model["against_source"]["by_context"]
         ratios = [math.exp(found["nats"] - found["source_nats"]) for found in bins]
-        style = {"color": _ROLE[model["role"]], "marker": _MARKERS[model["role"]], "markersize": 4, "linewidth": 2}
+        style: Result = {
+            "color": _ROLE[model["role"]],
+            "marker": _MARKERS[model["role"]],
+            "markersize": 4,
+            "linewidth": 2,
+        }
         axes.plot([found["from"] for found in bins], ratios, label=model["name"], **style)
         spoken.append(f"{model['name']} {ratios[0]:.2f} with little context, {ratios[-1]:.2f} with the most")
     axes.axhline(1, color=_ROLE["source"], linestyle=_DASHED, linewidth=1.5, label=results["models"][0]["name"])

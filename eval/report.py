@@ -119,6 +119,7 @@ def html(results: Result) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    pages.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
     plots = [
         (title, caption, Markup(drawn[0]), drawn[1])
         for title, caption, drawn in (

@@ -217,7 +217,7 @@ def _by_context(scores: PairScores, window: int, stride: int) -> list[dict[str, 
 
 def _worst_documents(pair: Pair) -> list[dict[str, Any]]:
     """Documents of at least 32 tokens whose perplexity grew most."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     parts = zip(
         pair.scores.source.documents, pair.scores.source.per_document(), pair.scores.other.per_document(), strict=True
     )

@@ -61,7 +61,7 @@ def open_subjects(source: str, others: Sequence[str], trust_remote_code: bool) -
     specs = [source, *others]
     checkpoints = [Checkpoint.open(spec) for spec in specs]
     names = _short_names([checkpoint.folder for checkpoint in checkpoints], specs)
-    subjects = []
+    subjects: list[Subject] = []
     for name, spec, checkpoint in zip(names, specs, checkpoints, strict=True):
         config = _read_config(checkpoint, trust_remote_code)
         vocab = int(config.get_text_config().vocab_size)

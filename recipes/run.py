@@ -8,7 +8,8 @@ from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..console import info
-from ..convert.run import convert_checkpoint
+from ..convert.calibrated import Calibration, convert_calibrated
+from ..convert.run import plan_conversion, run_plan
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..uptrain.loop import uptrain
@@ -32,11 +33,9 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
     """
     _claim(recipe, folder)
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
-    if _done("convert", converted, "Conversion"):
-        pass
-    else:
+    if not _done("convert", converted, "Conversion"):
         info(f"Converting {recipe.checkpoint} to {recipe.convert.groups} groups by {recipe.convert.method}.")
-        convert_checkpoint(recipe.checkpoint, converted, **recipe.convert.model_dump())
+        _convert(recipe, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")
         uptrain(converted, uptrained, recipe.uptrain)
@@ -46,6 +45,16 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
         info(f"Comparing on {recipe.eval.data}.")
         compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, **_eval_options(recipe))
     return report / "report.html"
+
+
+def _convert(recipe: Recipe, out: Path) -> None:
+    wanted = recipe.convert
+    plan = plan_conversion(recipe.checkpoint, groups=wanted.groups, method=wanted.method, grouping=wanted.grouping)
+    text = Calibration(wanted.calibration, wanted.calibration_tokens, refine=wanted.refine)
+    if text.data is None and not text.refine:
+        run_plan(plan, out, seed=wanted.seed)
+    else:
+        convert_calibrated(plan, out, text, seed=wanted.seed)
 
 
 def _eval_options(recipe: Recipe) -> dict[str, Any]:

@@ -22,7 +22,11 @@ class ConvertSettings(BaseModel):
 
     groups: int = Field(gt=0, description="KV heads of the result")
     method: str = Field("mean", description="how a group becomes one head")
-    seed: int = Field(0, ge=0, description="of the method random")
+    grouping: str = Field("contiguous", description="which heads form a group")
+    calibration: str | None = Field(None, description="corpus that the method may look at")
+    calibration_tokens: int = Field(131_072, gt=0)
+    refine: int = Field(0, ge=0, description="steps per layer that fit each block to the source")
+    seed: int = Field(0, ge=0, description="of the method random and of refinement")
 
 
 class EvalSettings(BaseModel):

@@ -259,7 +259,8 @@ def _resolve_teacher(settings: UptrainSettings, source: Checkpoint) -> UptrainSe
             f"{source.folder} has no conversion record that says what its source is.",
             "Name the teacher: --teacher CHECKPOINT.",
         )
-    return settings.model_copy(update={"teacher": str(entry["source"])})
+    folder = str(entry.get("source_folder", ""))
+    return settings.model_copy(update={"teacher": folder if Path(folder).is_dir() else str(entry["source"])})
 
 
 def _load_teacher(settings: UptrainSettings, accelerator: Accelerator, trust_remote_code: bool) -> Any:

@@ -162,7 +162,8 @@ def test_a_checkpoint_on_disk_is_refined_in_place(tmp_path) -> None:
     source.save_pretrained(tmp_path / "source")
     plan = plan_conversion(tmp_path / "source", groups=1, method="folded")
     run_plan(plan, tmp_path / "out")
-    before = load_file(tmp_path / "out" / "model.safetensors")
+    # load_file maps the file, which is about to change
+    before = {name: value.clone() for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
     distance = _distance(source, load_causal_lm(tmp_path / "out"))
     fits = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.blocks, _text(1), SETTINGS)
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -174,7 +175,4 @@ def test_a_checkpoint_on_disk_is_refined_in_place(tmp_path) -> None:
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     kinds = {name.split("self_attn.")[-1] for name in changed}
     assert kinds >= {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "q_proj.bias", "v_proj.bias"}
-    assert all(
-        "self_attn" in name and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj") for name in changed
-    )
-    assert not any(name.endswith("o_proj.bias") for name in changed)
+    assert kinds <= {f"{side}_proj.{kind}" for side in "qkv" for kind in ("weight", "bias")} | {"o_proj.weight"}

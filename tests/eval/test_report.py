@@ -154,7 +154,7 @@ def test_page_is_whole_and_loads_nothing(results):
 
 
 def test_page_shows_the_numbers_of_the_results(results):
-    text = Page(html(results)).text
+    text = Page(html(results)).text.replace("\u00a0", " ")
     for shown in (
         "28.71",
         "172.9",

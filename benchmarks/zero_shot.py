@@ -1,0 +1,132 @@
+"""Perplexity right after conversion, before any uptraining: every method on one checkpoint, in one table.
+
+    python benchmarks/zero_shot.py CHECKPOINT --groups 4,2,1 --calibration stdlib#train --test stdlib#heldout
+
+Calibration and refinement see the calibration text only; the test text is scored and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from headfold import console
+from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.checkpoint.source import Checkpoint
+from headfold.convert.calibration import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.methods import METHODS
+from headfold.convert.refine import RefineSettings
+from headfold.convert.refit import refine_folder
+from headfold.convert.run import plan_conversion, run_plan
+from headfold.convert.statistics import SOURCE, Statistics
+from headfold.corpus import open_corpus
+from headfold.errors import HeadfoldError
+from headfold.eval.perplexity import quick_perplexity
+from headfold.eval.windows import TokenDocument, tokenize_documents
+
+VARIANTS = {
+    **{name: (name, "contiguous", False) for name in METHODS},
+    "aligned+similarity": ("aligned", "similarity", False),
+    "folded+similarity": ("folded", "similarity", False),
+    "folded+refine": ("folded", "contiguous", True),
+    "folded+similarity+refine": ("folded", "similarity", True),
+    "mean+refine": ("mean", "contiguous", True),
+}
+"""Name on the command line → (method, grouping, refine)."""
+
+
+def main() -> None:
+    options = _options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    try:
+        rows = list(_rows(options))
+    except HeadfoldError as problem:
+        console.error(problem.message, problem.hint)
+        sys.exit(problem.exit_code)
+    seconds = time.perf_counter() - started
+    title = f"{options.checkpoint}: {options.test}, window {options.window}, {seconds:.0f} s in all"
+    console.table(title, ("conversion", "KV heads", "perplexity", "vs source", "seconds"), rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of the source")
+    parser.add_argument("--groups", default="1", help="KV heads of the results, e.g. 4,2,1")
+    parser.add_argument("--variants", default="mean,aligned,folded,folded+refine", help=", ".join(VARIANTS))
+    parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
+    parser.add_argument("--calibration-tokens", type=int, default=98_304)
+    parser.add_argument("--block", type=int, default=256, help="tokens of one block of calibration text")
+    parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
+    parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=RefineSettings.steps, help="of refinement, per layer")
+    parser.add_argument("--learning-rate", type=float, default=RefineSettings.learning_rate)
+    parser.add_argument("--batch-tokens", type=int, default=RefineSettings.batch_tokens)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 for its default")
+    return parser.parse_args()
+
+
+def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    tokenizer = load_tokenizer(options.checkpoint)
+    documents = tokenize_documents(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None)
+    corpus = open_corpus(options.calibration)
+    text_NT = token_blocks(corpus, tokenizer, tokens=options.calibration_tokens, block=options.block)
+    source = Checkpoint.open(options.checkpoint)
+    with tempfile.TemporaryDirectory(prefix="zero-shot-") as name:
+        scratch = Path(name)
+        expected = _perplexity(options.checkpoint, documents, options)
+        kv_heads = plan_conversion(options.checkpoint, groups=1).family.kv_heads
+        yield "source", str(kv_heads), f"{expected:.2f}", "", ""
+        started = time.perf_counter()
+        model = load_for_calibration(options.checkpoint, source.weight_bytes, scratch, device=options.device)
+        statistics = collect_statistics(
+            model, text_NT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
+        )
+        yield "calibration", "", "", "", f"{time.perf_counter() - started:.0f}"
+        for groups in map(int, options.groups.split(",")):
+            for variant in options.variants.split(","):
+                found, seconds = _measure(variant, groups, options, text_NT, statistics, documents, scratch)
+                change = f"{100 * (found / expected - 1):+.1f} %"
+                console.info(f"{variant}, {groups} KV heads: {found:.2f} ({change}) in {seconds:.0f} s")
+                yield variant, str(groups), f"{found:,.2f}", change, f"{seconds:.0f}"
+
+
+def _measure(
+    variant: str,
+    groups: int,
+    options: argparse.Namespace,
+    text_NT: torch.Tensor,
+    statistics: Statistics,
+    documents: list[TokenDocument],
+    scratch: Path,
+) -> tuple[float, float]:
+    """(perplexity, seconds that the conversion took without calibration)."""
+    method, grouping, refine = VARIANTS[variant]
+    out = scratch / "converted"
+    started = time.perf_counter()
+    plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping)
+    needed = statistics if plan.rewrites_queries else None
+    run_plan(plan, out, statistics=needed, overwrite=True)
+    if refine:
+        settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)
+        refine_folder(options.checkpoint, out, plan.family.blocks, text_NT, settings, device=options.device)
+    seconds = time.perf_counter() - started
+    return _perplexity(out, documents, options), seconds
+
+
+def _perplexity(folder: Path, documents: list[TokenDocument], options: argparse.Namespace) -> float:
+    model: Any = load_causal_lm(folder).float().to(options.device)
+    return quick_perplexity(model, documents, window=options.window)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A conversion that looks at text: statistics for the method, then refinement, in one call."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.load import load_tokenizer
+from ..checkpoint.publish import refuse_occupied
+from ..checkpoint.source import Checkpoint
+from ..console import info
+from ..corpus import TRAIN, Corpus, open_corpus
+from ..errors import UsageError
+from .calibration import collect_statistics, load_for_calibration, token_blocks
+from .plan import Plan, refuse_overlap
+from .refine import LayerFit, RefineSettings
+from .refit import refine_folder
+from .run import run_plan
+from .statistics import SOURCE, Statistics
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that a method may look at, and what to do with it.
+
+    Attributes:
+        data: corpus name, see :mod:`headfold.corpus`; its train split unless the name says otherwise. None: no text,
+            so ``statistics`` must be there already and ``refine`` is zero.
+        tokens: how much of it is read.
+        block: tokens of one block.
+        refine: AdamW steps per layer after the method (zero: none).
+        statistics: file to keep the statistics in, or to take them from when it is there; one pass serves every
+            number of groups and every method.
+        device: where the model runs.
+    """
+
+    data: str | None = "stdlib"
+    tokens: int = 131_072
+    block: int = 512
+    refine: int = 0
+    statistics: Path | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Calibration text: where it is from, and its token ids (N blocks of T tokens)."""
+
+    corpus: Corpus
+    blocks_NT: Tensor
+
+    def describe(self) -> dict[str, str]:
+        return {**self.corpus.describe(), "tokens": str(self.blocks_NT.numel())}
+
+
+def convert_calibrated(
+    plan: Plan,
+    out: Path,
+    calibration: Calibration,
+    *,
+    overwrite: bool = False,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Execute ``plan`` with statistics of calibration text, and refine the result where that is asked for.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UsageError: no text where some is needed, or statistics of another checkpoint.
+        DataError: too little text. UnsupportedError: the class cannot be calibrated or refined.
+    """
+    refuse_occupied(out, overwrite)
+    refuse_overlap(plan.source.folder, out)
+    text = read_text(plan.source, calibration, trust_remote_code)
+    if calibration.refine and text is None:
+        raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
+
+    def refine(folder: Path) -> dict[str, Any]:
+        assert text is not None
+        settings = RefineSettings(steps=calibration.refine, seed=seed)
+        info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
+        fits = refine_folder(
+            plan.source.folder, folder, plan.family.blocks, text.blocks_NT, settings, device=calibration.device
+        )
+        return {"settings": asdict(settings), "text": text.describe(), "layers": [_fit_entry(fit) for fit in fits]}
+
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
+        statistics = None
+        if plan.rewrites_queries:
+            modules = [block.module for block in plan.family.blocks]
+            statistics = source_statistics(plan.source, calibration, text, modules, scratch, trust_remote_code)
+        run_plan(
+            plan,
+            out,
+            statistics=statistics,
+            refine=refine if calibration.refine and plan.changes else None,
+            overwrite=overwrite,
+            seed=seed,
+        )
+    return out
+
+
+def source_statistics(
+    source: Checkpoint,
+    calibration: Calibration,
+    text: Text | None,
+    modules: list[str],
+    scratch: Path,
+    trust_remote_code: bool,
+) -> Statistics:
+    """The statistics of a source: those of ``calibration.statistics`` when the file is there, else collected now.
+
+    Args:
+        modules: its attention modules in layer order.
+        scratch: a folder for files that are needed only meanwhile.
+    """
+    file = calibration.statistics
+    if file is not None and file.exists():
+        found = Statistics.open(file)
+        found.require_source(source.digest(), len(modules))
+        info(f"Statistics of {found.tokens:,} tokens from {file}.")
+        return found
+    if text is None:
+        raise UsageError(
+            f"There is no statistics file {file}.", "Name calibration text: --calibration stdlib, or a file."
+        )
+    info(f"Calibrating on {text.blocks_NT.numel():,} tokens of {text.corpus.spec}.")
+    (scratch / "offload").mkdir(exist_ok=True)
+    model = load_for_calibration(
+        source.folder,
+        source.weight_bytes,
+        scratch / "offload",
+        device=calibration.device,
+        trust_remote_code=trust_remote_code,
+    )
+    return collect_statistics(
+        model,
+        text.blocks_NT,
+        file if file is not None else scratch / "statistics.safetensors",
+        metadata={SOURCE: source.digest(), **text.describe()},
+        modules=modules,
+        device=calibration.device,
+    )
+
+
+def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: bool) -> Text | None:
+    """The calibration text in the source's own tokens; None where no text is given."""
+    if calibration.data is None:
+        return None
+    corpus = open_corpus(calibration.data, TRAIN)
+    tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
+    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=calibration.block))
+
+
+def _fit_entry(fit: LayerFit) -> dict[str, float]:
+    return {"layer": fit.layer, "error_before": round(fit.error_before, 6), "error_after": round(fit.error_after, 6)}
