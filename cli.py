@@ -108,6 +108,86 @@ def convert(
     console.result(out)
 
 
+@app.command(
+    epilog="Example: `headfold inspect ./llama-2-7b`, or with text: `… --groups 8,4 --statistics moments.safetensors`"
+)
+def inspect(
+    checkpoint: Source,
+    groups: Annotated[
+        str | None, typer.Option(help="Numbers of groups to predict the damage of, such as 8,4,2,1.")
+    ] = None,
+    statistics: Annotated[
+        Path | None, typer.Option(help="Statistics that `convert --calibration TEXT --statistics FILE` wrote.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what a checkpoint is, and what its KV cache would be at every number of groups. config.json is enough.
+
+    With --groups and --statistics: the share of K and V energy that `folded` would lose in each layer.
+    """
+    from .errors import UsageError
+
+    if (groups is None) != (statistics is None):
+        raise UsageError("Predicting damage needs both --groups and --statistics.", "See `headfold inspect --help`.")
+    if groups is not None and statistics is not None:
+        _show_damage(checkpoint, _numbers(groups), statistics, as_json)
+        return
+    from .convert.inspect import inspect_checkpoint
+
+    found = inspect_checkpoint(checkpoint, revision=revision)
+    if as_json:
+        console.data.print(found.to_json(), markup=False)
+        return
+    rows = [
+        [
+            str(row.groups),
+            f"{row.bytes_per_token:,}",
+            console.human_bytes(row.bytes_per_1000_tokens),
+            f"{row.share_of_source:.3g}",
+        ]
+        for row in found.cache
+    ]
+    console.table(
+        f"{checkpoint}: {found.model_type} ({found.model_class}), {found.parameters:,} parameters, "
+        f"{found.attention_layers} layers, {found.query_heads} query heads, {found.kv_heads} KV heads of width "
+        f"{found.head_dim}, cache in {found.dtype}",
+        ["groups", "KV bytes per token", "per 1,000 tokens", "of the source"],
+        rows,
+    )
+
+
+def _show_damage(checkpoint: str, groups: list[int], statistics: Path, as_json: bool) -> None:
+    """A row a layer, a column a number of groups; the layer that loses most at each is marked."""
+    import json
+    from dataclasses import asdict
+
+    from .convert.inspect import predict_damage
+
+    found = list(predict_damage(checkpoint, groups, statistics))
+    if as_json:
+        console.data.print(json.dumps([asdict(damage) for damage in found], indent=2), markup=False)
+        return
+    worst = {
+        wanted: max((damage.total, damage.layer) for damage in found if damage.groups == wanted) for wanted in groups
+    }
+    rows = []
+    for layer in sorted({damage.layer for damage in found}):
+        here = {damage.groups: damage for damage in found if damage.layer == layer}
+        cells = [f"{here[g].keys:.1%} {here[g].values:.1%}" + (" ←" if worst[g][1] == layer else "") for g in groups]
+        rows.append([str(layer), *cells])
+    console.table("Share of K and V energy lost (← most)", ["layer", *(f"G = {wanted}" for wanted in groups)], rows)
+
+
+def _numbers(text: str) -> list[int]:
+    from .errors import UsageError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as problem:
+        raise UsageError(f"{text!r} is no list of numbers.", "Write them as 8,4,2,1.") from problem
+
+
 def _help(field: str) -> str | None:
     return UptrainSettings.model_fields[field].description
 
