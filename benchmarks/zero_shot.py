@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--variants", default="mean,aligned,folded,folded+refine", help=", ".join(VARIANTS))
     parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
     parser.add_argument("--calibration-tokens", type=int, default=98_304)
-    parser.add_argument("--block", type=int, default=256, help="tokens of one block of calibration text")
+    parser.add_argument("--block", type=int, default=512, help="tokens of one block of calibration text")
     parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
     parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
     parser.add_argument("--window", type=int, default=512)

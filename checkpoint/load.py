@@ -27,7 +27,7 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype | str = "auto", tru
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, KeyError) as problem:
@@ -35,6 +35,7 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype | str = "auto", tru
         raise CheckpointError(
             f"{folder} cannot be loaded: {reason}", "Run `headfold convert --check` on it."
         ) from problem
+    model, report = loaded
     wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
     if wrong:
         raise CheckpointError(

@@ -70,6 +70,8 @@ def _swap_in(folder: Path, out: Path) -> None:
     """Rename ``folder`` to ``out``; an old ``out`` steps aside first and goes only once the new one stands."""
     for file in folder.rglob("*"):
         if file.is_file():
+            # some writers make private files; whoever may read the folder may read what is in it
+            file.chmod(file.stat().st_mode | 0o444 & ~_umask())
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
     if not out.exists():

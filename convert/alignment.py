@@ -97,7 +97,8 @@ def rotations(gram_mPmP: Tensor) -> Tensor:
 def _polar(matrices: Tensor) -> Tensor:
     """The nearest orthogonal matrices (Schönemann 1966)."""
     left, _, right = torch.linalg.svd(matrices)
-    return left @ right
+    nearest: Tensor = left @ right
+    return nearest
 
 
 def normed_turns(attention: Attention, rows: Rows, energy: Energy) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,8 +39,8 @@ class RefineSettings:
     """
 
     steps: int = 200
-    learning_rate: float = 1e-3
-    batch_tokens: int = 1024
+    learning_rate: float = 2e-3
+    batch_tokens: int = 4096
     seed: int = 0
 
 
@@ -90,7 +90,8 @@ def refine_layers(
     Args:
         source: the model to follow; it is not changed.
         converted: the same model with fewer KV heads, in any state of repair.
-        blocks_NT: calibration text as token ids, without padding.
+        blocks_NT: calibration text as token ids, without padding. Blocks should be as long as what the model will
+            read: attention over longer distances is not fitted.
         modules: the attention modules in layer order; default: those with q, k and v projections.
     """
     place = torch.device(device)
@@ -154,7 +155,8 @@ def _task(
 
 
 def _mean_square(x_NTC: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x_NTC, dim=-1).square() / x_NTC.shape[-1]
+    norm_NT: Tensor = torch.linalg.vector_norm(x_NTC, dim=-1)
+    return norm_NT.square() / x_NTC.shape[-1]
 
 
 def _run_source(original: Layer, wanted_NTC: Tensor, batch: int, place: torch.device) -> tuple[Tensor, Tensor, bool]:

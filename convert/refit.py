@@ -65,4 +65,4 @@ def _overwrite(place: TensorInfo, tensor: Tensor) -> None:
         raise AssertionError(f"{place.name}: fitted {tuple(stored.shape)}, stored {place.shape}")
     with place.file.open("r+b") as stream:
         stream.seek(place.begin)
-        stream.write(memoryview(stored.reshape(-1).view(torch.uint8).numpy()))
+        stream.write(stored.reshape(-1).view(torch.uint8).numpy().data)

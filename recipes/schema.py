@@ -50,7 +50,7 @@ class Recipe(BaseModel):
     checkpoint: str = Field(description="source: a folder (relative to the recipe), or a hub id")
     convert: ConvertSettings
     uptrain: UptrainSettings
-    eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
+    eval: EvalSettings = EvalSettings()
 
 
 def load_recipe(path: str | Path) -> Recipe:

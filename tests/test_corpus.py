@@ -58,7 +58,13 @@ def test_a_local_folder_of_a_datasets_id_would_be_streamed(tmp_path, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     corpus = open_corpus("org/name:config@abc123#validation")
     assert texts(corpus) == ["from the hub"]
-    assert seen == {"path": "org/name", "config": "config", "split": "validation", "revision": "abc123", "streaming": True}
+    assert seen == {
+        "path": "org/name",
+        "config": "config",
+        "split": "validation",
+        "revision": "abc123",
+        "streaming": True,
+    }
     assert corpus.revision == "abc123"
     open_corpus("org/name", "heldout")
     assert seen["split"] == "validation"

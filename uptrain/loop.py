@@ -199,12 +199,12 @@ class _Run:
         say_progress(line, self.budget.steps, seconds_left)
 
     def _evaluate(self, *, due: bool) -> None:
-        """Held-out perplexity, once per step that asks for it."""
-        if self.watch is None or not due or self.metrics.has_evaluation(self.step):
+        """Held-out perplexity where it is due; every process must call this, since they share the windows."""
+        if self.watch is None or not due:
             return
-        perplexity = quick_perplexity(
-            self.accelerator.unwrap_model(self.model), self.watch.documents, window=self.settings.block
-        )
+        model = self.accelerator.unwrap_model(self.model)
+        documents, window = self.watch.documents, self.settings.block
+        perplexity = quick_perplexity(model, documents, window=window, accelerator=self.accelerator)
         self.metrics.add("eval", step=self.step, tokens=self.step * self.budget.tokens_per_step, perplexity=perplexity)
         info(f"step {self.step}/{self.budget.steps} · held-out perplexity {perplexity:.3f}")
 

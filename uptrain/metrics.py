@@ -15,7 +15,7 @@ class Metrics:
 
     Args:
         file: where the lines go; None on processes that do not write.
-        step: the step from which the run goes on.
+        step: the step from which the run goes on; zero starts the file afresh.
     """
 
     def __init__(self, file: Path | None, step: int) -> None:
@@ -24,7 +24,7 @@ class Metrics:
         if file is None:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
+        if step and file.exists():
             self.lines = [line for line in _read_whole_lines(file) if line["step"] <= step]
         file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
@@ -34,9 +34,6 @@ class Metrics:
         if self._file is not None:
             with self._file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
-
-    def has_evaluation(self, step: int) -> bool:
-        return any(line["kind"] == "eval" and line["step"] == step for line in self.lines)
 
 
 def _read_whole_lines(file: Path) -> list[dict[str, Any]]:

@@ -21,9 +21,13 @@ def test_the_folder_appears_when_the_block_ends_well(tmp_path):
 
 
 def test_a_block_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError, match="inside"), publishing(tmp_path / "out") as folder:
-        (folder / "a").write_text("x")
-        raise RuntimeError("inside")
+    def fail() -> None:
+        with publishing(tmp_path / "out") as folder:
+            (folder / "a").write_text("x")
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
