@@ -301,11 +301,14 @@ def _settings(given: dict[str, Any]) -> UptrainSettings:
 )
 def evaluate(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The original checkpoint: folder or hub id.")],
-    others: Annotated[list[str], typer.Argument(metavar="CONVERTED...", help="Checkpoints made from it.")],
     out: Out,
     data: Annotated[
         str, typer.Option(help="text never trained on: stdlib, a text/jsonl/parquet file, or a datasets id")
     ],
+    others: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONVERTED]...", help="Made from it; none: the source alone."),
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens to score; 0 for the whole text.")] = 65_536,
     window: Annotated[
         int | None, typer.Option(help="Tokens that a model sees at once; 512 or the model's own limit.")
@@ -322,11 +325,13 @@ def evaluate(
     Writes results.json, report.md and one self-contained report.html.
     """
     from .eval.compare import compare
+    from .eval.report import print_report
 
-    compare(
-        source, others, data=data, out=out, window=window, stride=stride, max_tokens=tokens or None, batch_size=batch,
-        dtype=dtype, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code,
+    results = compare(
+        source, others or [], data=data, out=out, window=window, stride=stride, max_tokens=tokens or None,
+        batch_size=batch, dtype=dtype, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
+    print_report(results)
     console.result(out / "report.html")
 
 

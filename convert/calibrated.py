@@ -84,7 +84,9 @@ def convert_calibrated(
 
     def refine(folder: Path) -> dict[str, Any]:
         assert text is not None
-        settings = RefineSettings(steps=calibration.refine, seed=seed)
+        # little text makes small batches, so that there is more than one
+        batch_tokens = min(RefineSettings.batch_tokens, text.blocks_NT.numel() // 8)
+        settings = RefineSettings(steps=calibration.refine, batch_tokens=batch_tokens, seed=seed)
         info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
         fits = refine_folder(
             plan.source.folder, folder, plan.family.blocks, text.blocks_NT, settings, device=calibration.device

@@ -12,6 +12,7 @@ from ..convert.calibrated import Calibration, convert_calibrated
 from ..convert.run import plan_conversion, run_plan
 from ..errors import UsageError
 from ..eval.compare import compare
+from ..eval.report import print_report, read_results
 from ..uptrain.loop import uptrain
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
@@ -41,9 +42,10 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
         uptrain(converted, uptrained, recipe.uptrain)
     if (report / "results.json").exists():
         info(f"Comparison: {report} is there, skipped.")
+        print_report(read_results(report / "results.json"))
     else:
         info(f"Comparing on {recipe.eval.data}.")
-        compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, **_eval_options(recipe))
+        print_report(compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, **_eval_options(recipe)))
     return report / "report.html"
 
 
