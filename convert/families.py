@@ -79,7 +79,7 @@ def head_counts(config: dict[str, Any]) -> HeadCounts:
     key = (getattr(type(text), "attribute_map", None) or {}).get(KV_KEY, KV_KEY)
     kv_heads = getattr(text, KV_KEY, None)
     if not isinstance(heads, int) or (kv_heads is None and not hasattr(text, KV_KEY)):
-        raise _no_setting(model_type)
+        raise no_setting(model_type)
     if heads < 1 or (getattr(text, "num_hidden_layers", None) or 1) < 1:
         raise CheckpointError("config.json asks for a model without heads or without layers.", "Repair config.json.")
     path = (*_place(config, resolved, text), key)
@@ -125,7 +125,7 @@ def find_family(checkpoint: Checkpoint, groups: int) -> Family:
         few = build(cls, with_kv_heads(checkpoint.config, counts.kv_path, fewer))
         blocks = find_blocks(checkpoint, many, few, counts.query_heads, counts.kv_heads, fewer)
         if not blocks:
-            raise _no_setting(known_type(checkpoint.config), cls.__name__)
+            raise no_setting(known_type(checkpoint.config), cls.__name__)
     text = resolved_config(_without_null(checkpoint.config)).get_text_config(decoder=True)
     spread = getattr(text, "initializer_range", None)
     return Family(
@@ -175,7 +175,7 @@ def _is_null(config: dict[str, Any], path: tuple[str, ...]) -> bool:
     return path[-1] in place and place[path[-1]] is None
 
 
-def _no_setting(model_type: str, class_name: str | None = None) -> UnsupportedError:
+def no_setting(model_type: str, class_name: str | None = None) -> UnsupportedError:
     reason = f"{class_name} ignores {KV_KEY}" if class_name else "its class has no setting for the number of KV heads"
     return UnsupportedError(
         f"Models of type {model_type} cannot run with fewer KV heads: {reason}.",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.source import Checkpoint
-from .families import find_family, group_counts, head_counts, with_kv_heads
+from .families import find_family, group_counts, head_counts, no_setting, with_kv_heads
 from .folding import predicted_loss
 from .methods import MethodContext
 from .run import read_attention
@@ -71,6 +71,8 @@ def inspect_checkpoint(source: str | Path, *, revision: str | None = None) -> In
         for name, weight in many.named_parameters()
         if name.endswith("weight") and weight.dim() == 2 and weight.shape != few[name].shape
     }
+    if counts.kv_heads > 1 and not changed:
+        raise no_setting(known_type(config), cls.__name__)
     dtype = _dtype(config)
     elements = sum(changed.values()) if counts.kv_heads > 1 else _single_head_elements(many)
     return Inspection(
