@@ -264,9 +264,11 @@ def uptrain(
         ]
         console.table(f"Uptraining {checkpoint}", ["budget", ""], rows)
         return
-    from .uptrain.loop import uptrain as run_uptraining
+    from .uptrain.loop import uptrain_checkpoint
 
-    run_uptraining(checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code)
+    uptrain_checkpoint(
+        checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code
+    )
     console.result(out)
 
 
@@ -333,6 +335,43 @@ def evaluate(
     )  # fmt: skip
     print_report(results)
     console.result(out / "report.html")
+
+
+@app.command(
+    epilog="Example: `headfold sweep ./small --groups 8,4,2,1 --calibration text.jsonl --data held-out.jsonl -o sweep`"
+)
+def sweep(
+    checkpoint: Source,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table, the plot and the page.")],
+    groups: Annotated[str, typer.Option(help="Numbers of groups, such as 8,4,2,1.")],
+    data: Annotated[str, typer.Option(help="Text to measure on, never the one that calibration sees.")],
+    calibration: Annotated[str, typer.Option(help="Text that the methods may look at.")],
+    methods: Annotated[str, typer.Option(help="Methods, each also with +refine.")] = "mean,first,random,aligned,folded",
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of calibration text to read.")] = 131_072,
+    refine: Annotated[int, typer.Option(min=1, help="Steps per layer for methods with +refine.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 32_768,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that a model sees at once.")] = 512,
+    device: Annotated[str, typer.Option(help="Where calibration and refinement run: cpu, cuda, …")] = "cpu",
+) -> None:
+    """Convert in many ways and plot perplexity against KV-cache size, before any uptraining: the way to choose G.
+
+    Rows that are measured are kept, so a sweep that was stopped goes on.
+    """
+    from .convert.calibrated import Calibration
+    from .eval.tradeoff import COLUMNS, RESULTS_NAME, SweepRow, table_rows
+    from .recipes.sweep import SweepSettings
+    from .recipes.sweep import sweep as run_sweep
+
+    settings = SweepSettings(
+        _numbers(groups), methods.split(","), data, Calibration(calibration, calibration_tokens, device=device),
+        refine, tokens, window,
+    )  # fmt: skip
+    page = run_sweep(checkpoint, out, settings)
+    import json
+
+    rows = [SweepRow(**row) for row in json.loads((out / RESULTS_NAME).read_text(encoding="utf-8"))["rows"]]
+    console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(rows))
+    console.result(page)
 
 
 @app.command(epilog="Example: `headfold run demo -o demo`")

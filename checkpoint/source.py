@@ -24,6 +24,7 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _NOT_COPIED = (*FOREIGN_WEIGHTS, "*.safetensors", "*.index.json", CONFIG_NAME, RECORD_NAME, METRICS_NAME)
+_REPLACED = {CONFIG_NAME, INDEX_NAME, RECORD_NAME, METRICS_NAME}  # the result gets its own
 _SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
 _SAMPLE_BYTES = 4096
 
@@ -76,7 +77,7 @@ class Checkpoint:
         strays = [path for path in left_out if path.suffix == ".safetensors" and path not in used]
         if strays:
             notes.append(f"not named by the index, so not read: {', '.join(map(str, strays))}")
-        left_out = [path for path in left_out if path not in used and path.name not in (CONFIG_NAME, INDEX_NAME)]
+        left_out = [path for path in left_out if path not in used and path.name not in _REPLACED]
         return cls(
             str(spec), folder, config, config_text, headers, tensors, tuple(side_files), tuple(left_out), tuple(notes)
         )

@@ -1,0 +1,1 @@
+"""Conversion: fewer KV heads, by mean or by folding, with everything that cannot be done right refused by name."""

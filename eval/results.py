@@ -139,7 +139,8 @@ def _model_row(measured: Measured) -> dict[str, Any]:
             }
             for times in measured.decode
         ],
-        "recovery": read_recovery(subject.folder),
+        # the source may hold the metrics of its own pretraining, which are no recovery of anything
+        "recovery": [] if subject.role == "source" else read_recovery(subject.folder),
     }
 
 

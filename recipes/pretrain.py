@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..console import info
 from ..corpus import TRAIN, Corpus, open_corpus
-from ..uptrain.loop import uptrain
+from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.settings import UptrainSettings
 
 BUNDLED = Path(__file__).parent / "bundled" / "stdlib-5m-mha"
@@ -79,7 +79,7 @@ def pretrain(out: Path, settings: UptrainSettings = SETTINGS) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch)
         write_blank(blank, open_corpus(settings.data, TRAIN))
-        return uptrain(blank, out, settings, from_scratch=True)
+        return uptrain_checkpoint(blank, out, settings, from_scratch=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ..convert.run import plan_conversion, run_plan
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report import print_report, read_results
-from ..uptrain.loop import uptrain
+from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
 
@@ -39,7 +39,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
         _convert(recipe, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")
-        uptrain(converted, uptrained, recipe.uptrain)
+        uptrain_checkpoint(converted, uptrained, recipe.uptrain)
     if (report / "results.json").exists():
         info(f"Comparison: {report} is there, skipped.")
         print_report(read_results(report / "results.json"))

@@ -32,7 +32,7 @@ from .state import Progress, Saves
 from .step import Stepper
 
 
-def uptrain(
+def uptrain_checkpoint(
     checkpoint: str | Path,
     out: str | Path,
     settings: UptrainSettings,

@@ -110,9 +110,12 @@ def test_recovered_share_and_roles_from_the_records(run, save):
     (uptrained / "headfold_metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "ev'
     )
+    pretraining = {"kind": "eval", "tokens": 0, "perplexity": 9000.0}  # of the source itself: no recovery
+    (source / "headfold_metrics.jsonl").write_text(json.dumps(pretraining) + "\n")
     results = run(str(source), str(converted), str(uptrained))
     s, c, u = (model["perplexity"]["value"] for model in results["models"])
     assert [model["role"] for model in results["models"]] == ["source", "converted", "uptrained"]
+    assert results["models"][0]["recovery"] == []
     assert results["models"][2]["recovery"] == [{"tokens": n, "perplexity": 50.0 - n} for n in (0, 10, 20)]
     recovered = results["models"][2]["against_source"]["recovered"]
     assert results["models"][1]["against_source"]["recovered"] is None

@@ -13,7 +13,7 @@ import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.errors import HeadfoldError, Interrupted, TrainingError, UsageError
 from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain
+from headfold.uptrain.loop import uptrain_checkpoint
 from safetensors.torch import load_file, save_file
 
 
@@ -40,7 +40,7 @@ def finished(tiny_checkpoint, text_file, tmp_path_factory):
         data=str(text_file), steps=12, block=16, batch=4, micro_batch=2, learning_rate=3e-3, precision="fp32",
         device="cpu", log_every=1, save_every=5, seed=3, eval_data=str(text_file), eval_tokens=400, eval_every=6,
     )  # fmt: skip
-    return uptrain(tiny_checkpoint, tmp_path_factory.mktemp("run") / "out", settings)
+    return uptrain_checkpoint(tiny_checkpoint, tmp_path_factory.mktemp("run") / "out", settings)
 
 
 def test_a_run_learns_and_writes_an_ordinary_checkpoint(finished, tiny_checkpoint):
@@ -92,10 +92,10 @@ def test_a_resumed_run_ends_with_equal_bits(finished, tiny_checkpoint, settings,
 
     monkeypatch.setattr(loop.Stepper, "__call__", die)
     with pytest.raises(RuntimeError, match="power cut"):
-        uptrain(tiny_checkpoint, tmp_path / "out", wanted)
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(loop.Stepper, "__call__", real)
-    resumed = uptrain(tiny_checkpoint, tmp_path / "out", wanted)
+    resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert same(weights(resumed), weights(finished))
     assert [line["loss"] for line in metrics(resumed, "train")] == [line["loss"] for line in metrics(finished, "train")]
     assert metrics(resumed, "eval") == metrics(finished, "eval")
@@ -103,7 +103,7 @@ def test_a_resumed_run_ends_with_equal_bits(finished, tiny_checkpoint, settings,
 
 def test_another_seed_gives_other_weights(finished, tiny_checkpoint, settings, tmp_path):
     """The control for the equality above."""
-    assert not same(weights(uptrain(tiny_checkpoint, tmp_path / "out", settings(seed=4))), weights(finished))
+    assert not same(weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(seed=4))), weights(finished))
 
 
 def test_gq085_a_broken_save_is_passed_over(
@@ -119,14 +119,14 @@ def test_gq085_a_broken_save_is_passed_over(
 
     monkeypatch.setattr(loop.Stepper, "__call__", die)
     with pytest.raises(RuntimeError, match="power cut"):
-        uptrain(tiny_checkpoint, tmp_path / "out", wanted)
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     monkeypatch.setattr(loop.Stepper, "__call__", real)
     saves = sorted((tmp_path / "out.training").glob("step-*"))
     assert [save.name for save in saves] == ["step-00000005", "step-00000010"]
     optimizer = saves[1] / "optimizer.bin"
     optimizer.write_bytes(optimizer.read_bytes()[:100])
     (tmp_path / "out.training" / "step-00000011.tmp").mkdir()
-    resumed = uptrain(tiny_checkpoint, tmp_path / "out", wanted)
+    resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert "step-00000010 is incomplete" in capfd.readouterr().err.replace("\n", "")
     assert same(weights(resumed), weights(finished))
 
@@ -141,11 +141,11 @@ def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_pat
 
     monkeypatch.setattr(loop.Stepper, "__call__", die)
     with pytest.raises(RuntimeError, match="power cut"):
-        uptrain(tiny_checkpoint, tmp_path / "out", settings())
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
     monkeypatch.setattr(loop.Stepper, "__call__", real)
     with pytest.raises(UsageError, match=r"learning_rate was 0\.003 and is now 0\.001"):
-        uptrain(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3))
-    assert uptrain(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3))
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
 
 
 def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
@@ -162,12 +162,12 @@ def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(loop.Stepper, "__call__", signal_at_seven)
     with pytest.raises(Interrupted) as stopped:
-        uptrain(tiny_checkpoint, tmp_path / "out", wanted)
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert stopped.value.exit_code == 75
     assert signal.getsignal(signal.SIGTERM) == before
     assert (tmp_path / "out.training" / "step-00000008" / "complete.json").exists()
     monkeypatch.setattr(loop.Stepper, "__call__", real)
-    assert same(weights(uptrain(tiny_checkpoint, tmp_path / "out", wanted)), weights(finished))
+    assert same(weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)), weights(finished))
 
 
 def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
@@ -182,14 +182,14 @@ def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
 
     monkeypatch.setattr(loop.Stepper, "_loss_sum", poisoned)
     with pytest.raises(TrainingError, match="At step 7 the loss is nan"):
-        uptrain(tiny_checkpoint, tmp_path / "out", settings())
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
     assert [save.name for save in (tmp_path / "out.training").glob("step-*")] == ["step-00000005"]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
 def test_gq065_micro_batches_change_nothing_but_rounding(micro_batch, finished, tiny_checkpoint, settings, tmp_path):
-    out = uptrain(tiny_checkpoint, tmp_path / "out", settings(micro_batch=micro_batch))
+    out = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(micro_batch=micro_batch))
     found = [line["loss"] for line in metrics(out, "train")]
     assert found == pytest.approx([line["loss"] for line in metrics(finished, "train")], rel=1e-5)
 
@@ -197,7 +197,7 @@ def test_gq065_micro_batches_change_nothing_but_rounding(micro_batch, finished, 
 def test_gq071_master_weights_are_float32_and_small_updates_survive(tiny_checkpoint, settings, tmp_path):
     """A learning rate below bfloat16's step: with bf16 weights nothing would ever change."""
     small = settings(learning_rate=2e-5, steps=12, warmup=0, schedule="constant", weight_decay=0)
-    trained, source = weights(uptrain(tiny_checkpoint, tmp_path / "out", small)), weights(tiny_checkpoint)
+    trained, source = weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", small)), weights(tiny_checkpoint)
     name = "model.layers.0.mlp.up_proj.weight"
     changed = (trained[name] != source[name]).float().mean()
     assert trained[name].dtype == torch.bfloat16
@@ -215,14 +215,14 @@ def test_distillation_moves_towards_the_teacher(tiny_checkpoint, settings, tmp_p
     name = "model.layers.1.self_attn.v_proj.weight"
     damaged[name] = torch.randn(damaged[name].shape, generator=generator).bfloat16()
     save_file(damaged, student / "model.safetensors", metadata={"format": "pt"})
-    out = uptrain(student, tmp_path / "out", settings(teacher=str(tiny_checkpoint), steps=30))
+    out = uptrain_checkpoint(student, tmp_path / "out", settings(teacher=str(tiny_checkpoint), steps=30))
     losses = [line["loss"] for line in metrics(out, "train")]
     assert 0 < losses[-1] < 0.3 * losses[0]
 
 
 def test_the_teacher_named_source_is_the_one_of_the_conversion_record(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="no conversion record"):
-        uptrain(tiny_checkpoint, tmp_path / "out", settings(teacher="source"))
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher="source"))
 
 
 def test_training_from_scratch_needs_no_weights(tiny_checkpoint, settings, tmp_path):
@@ -230,12 +230,12 @@ def test_training_from_scratch_needs_no_weights(tiny_checkpoint, settings, tmp_p
 
     blank = tmp_path / "blank"
     shutil.copytree(tiny_checkpoint, blank, ignore=shutil.ignore_patterns("*.safetensors"))
-    out = uptrain(blank, tmp_path / "out", settings(steps=3), from_scratch=True)
+    out = uptrain_checkpoint(blank, tmp_path / "out", settings(steps=3), from_scratch=True)
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
     assert (entry["step"], entry["source"]) == ("pretrain", None)
     assert weights(out)["model.norm.weight"].dtype == torch.bfloat16
     with pytest.raises(HeadfoldError):
-        uptrain(blank, tmp_path / "other", settings(steps=3))
+        uptrain_checkpoint(blank, tmp_path / "other", settings(steps=3))
 
 
 def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(tiny_checkpoint, settings, tmp_path):
@@ -244,13 +244,13 @@ def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(ti
     odd = tmp_path / "odd"
     shutil.copytree(tiny_checkpoint, odd)
     (odd / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9}')
-    out = uptrain(odd, tmp_path / "out", settings(steps=2))
+    out = uptrain_checkpoint(odd, tmp_path / "out", settings(steps=2))
     assert (out / "generation_config.json").read_text() == '{"do_sample": false, "temperature": 0.9}'
 
 
 def test_blocks_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="Blocks of 128 tokens are longer than the 64"):
-        uptrain(tiny_checkpoint, tmp_path / "out", settings(block=128))
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(block=128))
 
 
 def launch(arguments: list[str], processes: int) -> list[str]:
@@ -307,5 +307,5 @@ def test_a_run_killed_with_sigkill_resumes_to_equal_bits(tiny_checkpoint, text_f
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Continuing at step" in done.stderr
-    reference = uptrain(tiny_checkpoint, tmp_path / "reference", settings(steps=60, save_every=7))
+    reference = uptrain_checkpoint(tiny_checkpoint, tmp_path / "reference", settings(steps=60, save_every=7))
     assert same(weights(tmp_path / "out"), weights(reference))

@@ -1,0 +1,153 @@
+"""Convert a checkpoint in many ways and measure each without uptraining: the plot with which to choose G."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checkpoint.load import load_causal_lm, load_tokenizer
+from ..checkpoint.source import Checkpoint
+from ..console import info, warn
+from ..convert.calibrated import Calibration, convert_calibrated
+from ..convert.methods import METHODS
+from ..convert.run import plan_conversion
+from ..corpus import HELDOUT, open_corpus
+from ..errors import UnsupportedError, UsageError
+from ..eval.footprint import measure_cache
+from ..eval.intervals import ratio_estimate
+from ..eval.perplexity import score
+from ..eval.tradeoff import PAGE_NAME, RESULTS_NAME, SweepRow, read_rows, write_tradeoff
+from ..eval.windows import TokenDocument, tokenize_documents
+
+SOURCE, REFINED = "source", "+refine"
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What to convert to, and how to measure.
+
+    Attributes:
+        methods: names of methods; ``folded+refine`` also refines, ``refine`` steps per layer.
+        tokens: held-out tokens to score.
+    """
+
+    groups: Sequence[int]
+    methods: Sequence[str]
+    data: str
+    calibration: Calibration
+    refine: int = 200
+    tokens: int = 32_768
+    window: int = 512
+
+
+def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
+    """Measure every method at every number of groups; a sweep that was stopped goes on where it was.
+
+    Methods that cannot convert this checkpoint are left out with a warning. Converted checkpoints are not kept.
+
+    Returns:
+        the path of the page.
+
+    Raises:
+        UsageError: an unknown method, a number of groups that does not divide, or a missing text.
+    """
+    for method in settings.methods:
+        if method.removesuffix(REFINED) not in METHODS:
+            raise UsageError(
+                f"There is no method {method}.", f"Methods: {', '.join(METHODS)}, each also with {REFINED}."
+            )
+    source = Checkpoint.open(checkpoint)
+    for groups in settings.groups:
+        plan_conversion(checkpoint, groups=groups)  # refuse what is impossible before anything is measured
+    corpus = open_corpus(settings.data, HELDOUT)
+    documents = tokenize_documents(load_tokenizer(source.folder), corpus, max_tokens=settings.tokens)
+    details = _details(checkpoint, settings, corpus.describe())
+    out.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(out / RESULTS_NAME, details)
+    done = {row.key for row in rows}
+    if rows:
+        info(f"{len(rows)} rows are there already.")
+    if SOURCE not in {row.method for row in rows}:
+        rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
+    calibration = replace(
+        settings.calibration, statistics=settings.calibration.statistics or out / "statistics.safetensors"
+    )
+    for groups in settings.groups:
+        for method in settings.methods:
+            if (method, groups) not in done:
+                rows += _convert_and_measure(checkpoint, method, groups, documents, calibration, settings)
+                write_tradeoff(rows, out, details)
+    write_tradeoff(rows, out, details)
+    return out / PAGE_NAME
+
+
+def _convert_and_measure(
+    checkpoint: str,
+    method: str,
+    groups: int,
+    documents: list[TokenDocument],
+    calibration: Calibration,
+    settings: SweepSettings,
+) -> list[SweepRow]:
+    """The row of one conversion; none where the method refuses this checkpoint."""
+    name = method.removesuffix(REFINED)
+    refine = settings.refine if method.endswith(REFINED) else 0
+    grouping = "similarity" if name == "folded" else "contiguous"
+    with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
+        folder = Path(scratch) / "converted"
+        began = time.perf_counter()
+        try:
+            plan = plan_conversion(checkpoint, groups=groups, method=name, grouping=grouping)
+            convert_calibrated(plan, folder, replace(calibration, refine=refine))
+        except UnsupportedError as problem:
+            warn(f"{method} with {groups} groups is left out: {problem.message}")
+            return []
+        return [_measure(folder, method, documents, settings, time.perf_counter() - began)]
+
+
+def _measure(
+    folder: Path, method: str, documents: list[TokenDocument], settings: SweepSettings, seconds: float
+) -> SweepRow:
+    model = load_causal_lm(folder, dtype=torch.float32)
+    parts = score(model, documents, window=settings.window).per_document()
+    nats, tokens = (np.array([getattr(part, name) for part in parts], float) for name in ("nll_nats", "tokens"))
+    estimate = ratio_estimate(nats, tokens).map(math.exp)
+    cache = measure_cache(model)
+    row = SweepRow(
+        method,
+        max(cache.kv_heads),
+        # measured in float32; the checkpoint's own dtype is what a server will use
+        cache.bytes_per_token * _stored_bytes(folder) / 4,
+        estimate.value,
+        estimate.low,
+        estimate.high,
+        seconds,
+    )
+    info(f"{method} · {row.groups} KV heads · perplexity {row.perplexity:.3f}")
+    return row
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of one stored element: that of the first tensor, as the whole checkpoint has one dtype."""
+    return {"F64": 8, "F32": 4}.get(next(iter(Checkpoint.open(folder).tensors.values())).dtype, 2)
+
+
+def _details(checkpoint: str, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
+    """What determines the numbers; a sweep goes on only where these are the same."""
+    return {
+        "checkpoint": checkpoint,
+        "text": f"{text['corpus']} ({text['revision']}), sha256 {text['sha256'][:16]}",
+        "tokens": settings.tokens,
+        "window": settings.window,
+        "calibration": settings.calibration.data,
+        "calibration tokens": settings.calibration.tokens,
+        "refinement steps per layer": settings.refine,
+    }

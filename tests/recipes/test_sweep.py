@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from headfold.convert.calibrated import Calibration
+from headfold.errors import UsageError
+from headfold.recipes import sweep as sweep_module
+from headfold.recipes.sweep import SweepSettings, sweep
+
+
+@pytest.fixture
+def settings(text_file):
+    def make(methods="mean,folded,folded+refine", groups=(2, 1), **changes):
+        calibration = Calibration(str(text_file), tokens=1024, block=32)
+        values = {
+            "data": str(text_file),
+            "calibration": calibration,
+            "refine": 3,
+            "tokens": 300,
+            "window": 32,
+            **changes,
+        }
+        return SweepSettings(list(groups), methods.split(","), **values)
+
+    return make
+
+
+def rows(folder: Path) -> dict[tuple[str, int], dict]:
+    return {(row["method"], row["groups"]): row for row in json.loads((folder / "sweep.json").read_text())["rows"]}
+
+
+def test_every_method_is_measured_at_every_number_of_groups(tiny_checkpoint, settings, tmp_path):
+    page = sweep(str(tiny_checkpoint), tmp_path / "out", settings())
+    found = rows(tmp_path / "out")
+    assert set(found) == {("source", 2), *((m, g) for m in ("mean", "folded", "folded+refine") for g in (2, 1))}
+    # 2 layers · keys and values · 2 heads of width 8 · 2 bytes of bfloat16
+    assert found["source", 2]["cache_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
+    assert found["mean", 1]["cache_bytes_per_token"] == 2 * 2 * 1 * 8 * 2
+    assert found["mean", 2]["perplexity"] == pytest.approx(found["source", 2]["perplexity"], rel=1e-6)
+    assert found["mean", 1]["perplexity"] != pytest.approx(found["source", 2]["perplexity"], rel=1e-6)
+    assert page.read_text().count("<tr>") == 1 + len(found)
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "http" not in page.read_text().replace("http-equiv", "")
+
+
+def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, settings, tmp_path, monkeypatch):
+    real, measured = sweep_module._convert_and_measure, []
+
+    def count(checkpoint, method, groups, *rest):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((method, groups))
+        return real(checkpoint, method, groups, *rest)
+
+    monkeypatch.setattr(sweep_module, "_convert_and_measure", count)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean,first"))
+    before = rows(tmp_path / "out")
+    measured.clear()
+    monkeypatch.setattr(
+        sweep_module, "_convert_and_measure", lambda c, m, g, *rest: measured.append((m, g)) or real(c, m, g, *rest)
+    )
+    sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean,first"))
+    assert measured == [("mean", 1), ("first", 1)]
+    after = rows(tmp_path / "out")
+    assert len(after) == 5
+    assert all(after[key] == row for key, row in before.items())
+
+
+def test_other_text_starts_afresh(tiny_checkpoint, settings, tmp_path):
+    sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,)))
+    first = rows(tmp_path / "out")["source", 2]["perplexity"]
+    sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), tokens=150))
+    assert rows(tmp_path / "out")["source", 2]["perplexity"] != first
+
+
+@pytest.mark.parametrize(
+    ("methods", "groups", "says"), [("mean,average", (1,), "average"), ("mean", (3,), "cannot be merged into 3 groups")]
+)
+def test_what_is_impossible_is_refused_before_anything_is_measured(
+    methods, groups, says, tiny_checkpoint, settings, tmp_path
+):
+    with pytest.raises(UsageError, match=says):
+        sweep(str(tiny_checkpoint), tmp_path / "out", settings(methods, groups))
+    assert not (tmp_path / "out").exists()
