@@ -67,6 +67,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
     parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
     parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--stride", type=int, default=None, help="default: half a window")
     parser.add_argument("--steps", type=int, default=RefineSettings.steps, help="of refinement, per layer")
     parser.add_argument("--learning-rate", type=float, default=RefineSettings.learning_rate)
     parser.add_argument("--batch-tokens", type=int, default=RefineSettings.batch_tokens)
@@ -125,7 +126,7 @@ def _measure(
 
 def _perplexity(folder: Path, documents: list[TokenDocument], options: argparse.Namespace) -> float:
     model: Any = load_causal_lm(folder).float().to(options.device)
-    return quick_perplexity(model, documents, window=options.window)
+    return quick_perplexity(model, documents, window=options.window, stride=options.stride)
 
 
 if __name__ == "__main__":
