@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,11 +40,19 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and context.invoked_subcommand not in (None, "uptrain"):
+        from .errors import UsageError
+
+        raise UsageError(
+            f"`headfold {context.invoked_subcommand}` runs on one process, and this is one of several.",
+            "Only uptrain goes under accelerate launch; call this one as it is.",
+        )
 
 
 @app.command(
@@ -87,16 +97,21 @@ def convert(
     Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
     converted correctly is refused by name before anything is written.
     """
+    from .convert.plan import default_method
     from .convert.run import plan_conversion, run_plan
+    from .errors import UsageError
 
     looks_at_text = calibration is not None or statistics is not None
-    method = method or ("folded" if looks_at_text else "mean")
-    grouping = grouping or ("similarity" if method == "folded" else "contiguous")
+    method, grouping = default_method(method, grouping, looks_at_text=looks_at_text)
     plan = plan_conversion(checkpoint, groups=groups, method=method, grouping=grouping, revision=revision)
+    if refine and not calibration:
+        raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
     if dry_run:
         console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], plan.describe())
         return
-    if looks_at_text or refine:
+    if looks_at_text and not refine and not plan.rewrites_queries:
+        console.warn(f"{method} looks at no text, so --calibration and --statistics change nothing.")
+    if looks_at_text:
         from .convert.calibrated import Calibration, convert_calibrated
 
         text = Calibration(calibration, calibration_tokens, refine=refine, statistics=statistics, device=device)
@@ -131,7 +146,7 @@ def inspect(
     if (groups is None) != (statistics is None):
         raise UsageError("Predicting damage needs both --groups and --statistics.", "See `headfold inspect --help`.")
     if groups is not None and statistics is not None:
-        _show_damage(checkpoint, _numbers(groups), statistics, as_json)
+        _show_damage(checkpoint, revision, _numbers(groups), statistics, as_json)
         return
     from .convert.inspect import inspect_checkpoint
 
@@ -157,14 +172,14 @@ def inspect(
     )
 
 
-def _show_damage(checkpoint: str, groups: list[int], statistics: Path, as_json: bool) -> None:
+def _show_damage(checkpoint: str, revision: str | None, groups: list[int], statistics: Path, as_json: bool) -> None:
     """A row a layer, a column a number of groups; the layer that loses most at each is marked."""
     import json
     from dataclasses import asdict
 
     from .convert.inspect import predict_damage
 
-    found = list(predict_damage(checkpoint, groups, statistics))
+    found = list(predict_damage(checkpoint, groups, statistics, revision=revision))
     if as_json:
         console.data.print(json.dumps([asdict(damage) for damage in found], indent=2), markup=False)
         return
@@ -278,7 +293,7 @@ def _whole(name: str, number: float | None) -> int | None:
 
     if number is None:
         return None
-    if number != int(number):
+    if not math.isfinite(number) or number != int(number):
         raise UsageError(f"--{name.replace('_', '-')} {number} is no whole number of tokens.")
     return int(number)
 
@@ -410,6 +425,9 @@ def main(arguments: list[str] | None = None) -> None:
     except HeadfoldError as problem:
         console.error(problem.message, problem.hint)
         sys.exit(problem.exit_code)
+    except OSError as problem:
+        console.error(f"{problem.filename or 'A file'} cannot be used: {problem.strerror or problem}.")
+        sys.exit(1)
     except KeyboardInterrupt:
         console.error("Interrupted.")
         sys.exit(130)

@@ -46,11 +46,13 @@ class Corpus:
         spec: the name that opens the same corpus again, its split included.
         revision: what the text is a version of, e.g. ``CPython 3.11.7`` or a commit.
         read: opens a fresh iterator over the documents, always in the same order.
+        streamed: the text comes over the network and may not end, so it is known by its name and revision alone.
     """
 
     spec: str
     revision: str
     read: Callable[[], Iterator[Document]]
+    streamed: bool = False
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -67,7 +69,8 @@ class Corpus:
 
     def describe(self) -> dict[str, str]:
         """What a record must hold to find the same text again."""
-        return {"corpus": self.spec, "revision": self.revision, "sha256": self.sha256}
+        known = {"corpus": self.spec, "revision": self.revision}
+        return known if self.streamed else {**known, "sha256": self.sha256}
 
 
 def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
@@ -211,7 +214,8 @@ def _text_of(record: Any, where: str) -> str:
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f"There is no text in {where}.", "Each record needs a field 'text' that holds a string.")
-    return text
+    # half a surrogate pair is legal in JSON, and no tokenizer takes it
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _open_dataset(name: str, split: str) -> Corpus:
@@ -230,7 +234,10 @@ def _open_dataset(name: str, split: str) -> Corpus:
         ) from problem
 
     def read() -> Iterator[Document]:
-        for number, record in enumerate(stream):
-            yield Document(f"{path}#{number}", _text_of(record, f"record {number} of {name}"))
+        try:
+            for number, record in enumerate(stream):
+                yield Document(f"{path}#{number}", _text_of(record, f"record {number} of {name}"))
+        except OSError as problem:
+            raise DataError(f"The data set {name} broke off: {problem}", "Check the network; try again.") from problem
 
-    return Corpus(f"{name}#{split}", revision or f"datasets {datasets.__version__}, default revision", read)
+    return Corpus(f"{name}#{split}", revision or f"datasets {datasets.__version__}, default revision", read, True)

@@ -100,7 +100,7 @@ def _write_shape(folder: Path, gigabytes: float) -> int:
 
 
 def _measure_memory(folder: Path) -> None:
-    """In a process of its own: calibrate on a little text with the weights on disk, and print the largest resident set."""
+    """In a process of its own: calibrate on a little text, weights on disk; print the largest resident set."""
     blocks_NT = torch.arange(256).reshape(2, 128)
     with tempfile.TemporaryDirectory() as name:
         # a size beyond any memory keeps the weights on disk whatever this machine has

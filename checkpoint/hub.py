@@ -12,8 +12,11 @@ FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.g
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def find_folder(spec: str | Path, revision: str | None = None) -> Path:
+def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder of ``spec``; a hub id goes through huggingface_hub's cache.
+
+    Args:
+        weights: False leaves the weights of a hub id where they are.
 
     Raises:
         UsageError: there is no such folder, and no hub repository of that name can be reached.
@@ -26,15 +29,15 @@ def find_folder(spec: str | Path, revision: str | None = None) -> Path:
     name = str(spec)
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UsageError(f"There is no folder {folder}.", "Check the path.")
-    return _download(name, revision)
+    return _download(name, revision, FOREIGN_WEIGHTS if weights else (*FOREIGN_WEIGHTS, "*.safetensors"))
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(FOREIGN_WEIGHTS)))
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(left_out)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(

@@ -10,12 +10,19 @@ import torch
 from ..errors import CheckpointError
 
 
-def load_causal_lm(folder: str | Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> Any:
+def load_causal_lm(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """``AutoModelForCausalLM.from_pretrained`` whose every weight really comes from the checkpoint.
 
     Args:
         folder: checkpoint folder or hub id.
         dtype: of the parameters in memory; ``auto`` is that of the checkpoint.
+        device_map: as the library takes it; ``meta`` checks names and shapes and reads no weights.
 
     Raises:
         CheckpointError: the class finds no weights, or weights are missing or have the wrong shape
@@ -28,12 +35,16 @@ def load_causal_lm(folder: str | Path, *, dtype: torch.dtype | str = "auto", tru
     logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+            folder,
+            dtype=dtype,
+            device_map=device_map,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise CheckpointError(
-            f"{folder} cannot be loaded: {reason}", "Run `headfold convert --check` on it."
+            f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again."
         ) from problem
     model, report = loaded
     wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..errors import HeadfoldError, UsageError
 
-_UNFINISHED = ".unfinished-"
+_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 
 
 def refuse_occupied(out: Path, overwrite: bool) -> None:
@@ -29,6 +31,17 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
             f"The output folder {out} exists and is not empty.",
             "Choose another path, remove the folder, or pass --overwrite to replace it.",
         )
+
+
+def refuse_overlap(source: Path, out: Path) -> None:
+    """Refuse an output that is the source, lies inside it or contains it.
+
+    Raises:
+        UsageError: it does.
+    """
+    here, there = source.resolve(), out.expanduser().resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise UsageError(f"The output {out} and the source {source} overlap.", "Choose an output path elsewhere.")
 
 
 @contextmanager
@@ -57,9 +70,9 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield folder
         _swap_in(folder, out)
-    except OSError as problem:
+    except (OSError, SafetensorError) as problem:
         raise HeadfoldError(
-            f"Writing {out} failed: {problem.strerror or problem}.",
+            f"Writing {out} failed: {getattr(problem, 'strerror', None) or problem}.",
             "Nothing was left behind; free some space and run it again.",
         ) from problem
     finally:
@@ -77,9 +90,13 @@ def _swap_in(folder: Path, out: Path) -> None:
     if not out.exists():
         folder.rename(out)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}{_UNFINISHED}old-", dir=out.parent))
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}{_REPLACED}", dir=out.parent))
     out.rename(old / out.name)
-    folder.rename(out)
+    try:
+        folder.rename(out)
+    except OSError:
+        (old / out.name).rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -65,7 +65,7 @@ class Checkpoint:
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no safetensors weights.
         """
-        folder = find_folder(spec, revision)
+        folder = find_folder(spec, revision, weights=weights)
         config_text, config = _read_config(folder)
         if not weights:
             return cls(str(spec), folder, config, config_text, side_files=tuple(_walk(folder)[0]))

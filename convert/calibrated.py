@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.load import load_tokenizer
-from ..checkpoint.publish import refuse_occupied
+from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import UsageError
 from .calibration import collect_statistics, load_for_calibration, token_blocks
-from .plan import Plan, refuse_overlap
+from .plan import Plan
 from .refine import LayerFit, RefineSettings
 from .refit import refine_folder
 from .run import run_plan
 from .statistics import SOURCE, Statistics
+
+IDS = "ids_sha256"
+"""Key of the metadata of statistics: the hash of the token ids they are of."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,10 @@ class Text:
     blocks_NT: Tensor
 
     def describe(self) -> dict[str, str]:
-        return {**self.corpus.describe(), "tokens": str(self.blocks_NT.numel())}
+        """Where the text is from, and a hash of the very token ids that are looked at."""
+        ids = hashlib.sha256(self.blocks_NT.numpy().tobytes()).hexdigest()
+        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision}
+        return {**known, "tokens": str(self.blocks_NT.numel()), "block": str(self.blocks_NT.shape[1]), IDS: ids}
 
 
 def convert_calibrated(
@@ -78,6 +86,7 @@ def convert_calibrated(
     """
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    _refuse_no_device(calibration.device)
     text = read_text(plan.source, calibration, trust_remote_code)
     if calibration.refine and text is None:
         raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
@@ -89,7 +98,13 @@ def convert_calibrated(
         settings = RefineSettings(steps=calibration.refine, batch_tokens=batch_tokens, seed=seed)
         info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
         fits = refine_folder(
-            plan.source.folder, folder, plan.family.blocks, text.blocks_NT, settings, device=calibration.device
+            plan.source.folder,
+            folder,
+            plan.family.blocks,
+            text.blocks_NT,
+            settings,
+            device=calibration.device,
+            trust_remote_code=trust_remote_code,
         )
         return {"settings": asdict(settings), "text": text.describe(), "layers": [_fit_entry(fit) for fit in fits]}
 
@@ -110,6 +125,22 @@ def convert_calibrated(
     return out
 
 
+def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool = False) -> Statistics:
+    """Collect the statistics of ``plan``'s source, for every number of groups and every method to use.
+
+    They go into ``calibration.statistics``; where that file is there already, it is opened and checked.
+
+    Raises:
+        UsageError: no file is named, or the one there is of another checkpoint or other text.
+    """
+    if calibration.statistics is None:
+        raise UsageError("No file is named for the statistics.", "Give --statistics FILE.")
+    modules = [block.module for block in plan.family.blocks]
+    text = read_text(plan.source, calibration, trust_remote_code)
+    with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
+        return source_statistics(plan.source, calibration, text, modules, Path(scratch), trust_remote_code)
+
+
 def source_statistics(
     source: Checkpoint,
     calibration: Calibration,
@@ -128,6 +159,11 @@ def source_statistics(
     if file is not None and file.exists():
         found = Statistics.open(file)
         found.require_source(source.digest(), len(modules))
+        if text is not None and found.metadata.get(IDS) != text.describe()[IDS]:
+            raise UsageError(
+                f"{file} holds statistics of other text than {text.corpus.spec}.",
+                "Name another --statistics file, or leave out --calibration to use this one.",
+            )
         info(f"Statistics of {found.tokens:,} tokens from {file}.")
         return found
     if text is None:
@@ -151,6 +187,13 @@ def source_statistics(
         modules=modules,
         device=calibration.device,
     )
+
+
+def _refuse_no_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as problem:
+        raise UsageError(f"There is no device {name!r} here.", "Try --device cpu.") from problem
 
 
 def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: bool) -> Text | None:

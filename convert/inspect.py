@@ -123,7 +123,9 @@ class Damage:
         return self.keys + self.values
 
 
-def predict_damage(source: str | Path, groups: Sequence[int], statistics: Path) -> Iterator[Damage]:
+def predict_damage(
+    source: str | Path, groups: Sequence[int], statistics: Path, *, revision: str | None = None
+) -> Iterator[Damage]:
     """What ``folded`` with neighbours as groups would lose, layer by layer, before anything is converted.
 
     Args:
@@ -133,7 +135,7 @@ def predict_damage(source: str | Path, groups: Sequence[int], statistics: Path) 
         UsageError: a number of groups that does not divide, or statistics of another checkpoint.
         UnsupportedError: a layer whose queries cannot be rewritten.
     """
-    checkpoint = Checkpoint.open(source)
+    checkpoint = Checkpoint.open(source, revision=revision)
     families = {wanted: find_family(checkpoint, wanted) for wanted in groups}
     moments = Statistics.open(statistics)
     family = families[groups[0]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.write import OutFile, OutTensor
@@ -111,6 +110,12 @@ class Plan:
         ]
 
 
+def default_method(method: str | None, grouping: str | None, *, looks_at_text: bool) -> tuple[str, str]:
+    """Method and grouping where the user named none: ``folded`` by similarity where there is text, else ``mean``."""
+    method = method or ("folded" if looks_at_text else "mean")
+    return method, grouping or ("similarity" if method == "folded" else "contiguous")
+
+
 def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping: str = "contiguous") -> Plan:
     """Decide what to do with every tensor; nothing is written and no weight is read.
 
@@ -146,14 +151,3 @@ def _plan_blocks(
             actions[name] = Action("merge", name, (rows // family.kv_heads * groups, *rest))
         for name in block.rewritten if rewrites else ():
             actions[name] = Action("replace", name, source.tensors[name].shape)
-
-
-def refuse_overlap(source: Path, out: Path) -> None:
-    """Refuse an output that is the source, lies inside it or contains it.
-
-    Raises:
-        UsageError: it does.
-    """
-    here, there = source.resolve(), out.expanduser().resolve()
-    if here == there or here in there.parents or there in here.parents:
-        raise UsageError(f"The output {out} and the source {source} overlap.", "Choose an output path elsewhere.")

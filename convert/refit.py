@@ -24,6 +24,7 @@ def refine_folder(
     settings: RefineSettings,
     *,
     device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
 ) -> list[LayerFit]:
     """Fit the attention of the checkpoint in ``folder`` to ``source``, in place.
 
@@ -38,7 +39,7 @@ def refine_folder(
         UnsupportedError: the model's layers are no plain chain.
         CheckpointError: one of the two cannot be loaded.
     """
-    teacher, model = load_causal_lm(source).eval(), load_causal_lm(folder).eval()
+    teacher, model = (load_causal_lm(place, trust_remote_code=trust_remote_code).eval() for place in (source, folder))
     fits = refine_layers(teacher, model, text_NT, settings, modules=[block.module for block in blocks], device=device)
     places = Checkpoint.open(folder).tensors
     for block in blocks:

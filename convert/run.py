@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.publish import publishing, refuse_occupied
+from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
@@ -20,7 +20,7 @@ from .families import Family
 from .grouping import similarity_order
 from .heads import Attention, Rotary, permuted
 from .methods import MethodContext
-from .plan import Plan, make_plan, refuse_overlap
+from .plan import Plan, make_plan
 from .statistics import Statistics
 from .verify import verify
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.publish import publishing, refuse_occupied
+from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..console import info
 from ..corpus import HELDOUT, Corpus, open_corpus
 from ..errors import CheckpointError
@@ -69,6 +69,8 @@ def compare(
     """
     refuse_occupied(out, overwrite)
     subjects = open_subjects(source, others, trust_remote_code)
+    for subject in subjects:
+        refuse_overlap(subject.checkpoint.folder, out)
     corpus = open_corpus(data, HELDOUT)
     text = tokenize_for_all(subjects, corpus, max_tokens)
     place = choose_device(device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from ..errors import UsageError
 from .wording import number
 
 RESULTS_NAME, PLOT_NAME, PAGE_NAME = "sweep.json", "sweep.png", "sweep.html"
@@ -71,7 +72,9 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
         details: how it was measured, a few named values for the page and the JSON.
     """
     content = {"details": details, "rows": [asdict(row) for row in rows]}
-    (folder / RESULTS_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    half_written = folder / f".{RESULTS_NAME}.tmp"
+    half_written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    half_written.replace(folder / RESULTS_NAME)
     picture = folder / PLOT_NAME
     _plot(rows, picture)
     loader = jinja2.PackageLoader(__package__, "templates")
@@ -116,10 +119,28 @@ def _plot(rows: Sequence[SweepRow], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def read_rows(file: Path, details: dict[str, Any]) -> list[SweepRow]:
-    """Rows of an earlier, unfinished sweep with the same ``details``; empty where there is none."""
+def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:
+    """Rows of an earlier sweep in this folder, to go on with; empty where there is none.
+
+    Raises:
+        UsageError: the folder holds a sweep that was measured otherwise, or something that is no sweep.
+    """
+    file = folder / RESULTS_NAME
+    if not file.exists():
+        return []
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return [SweepRow(**row) for row in content["rows"]] if content["details"] == details else []
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        found, rows = content["details"], [SweepRow(**row) for row in content["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise UsageError(f"{file} is no sweep.", "Choose another folder with -o, or remove this one.") from problem
+    changed = [
+        f"{name} was {found.get(name)} and is now {value}"
+        for name, value in details.items()
+        if found.get(name) != value
+    ]
+    if changed:
+        raise UsageError(
+            f"{folder} holds a sweep that was measured otherwise: {', '.join(changed)}.",
+            "Choose another folder with -o, or remove this one.",
+        )
+    return rows

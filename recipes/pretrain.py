@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..console import info
+from ..console import error, info
 from ..corpus import TRAIN, Corpus, open_corpus
+from ..errors import HeadfoldError
 from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.settings import UptrainSettings
 
@@ -79,8 +80,12 @@ def pretrain(out: Path, settings: UptrainSettings = SETTINGS) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch)
         write_blank(blank, open_corpus(settings.data, TRAIN))
-        return uptrain_checkpoint(blank, out, settings, from_scratch=True)
+        return uptrain_checkpoint(blank, out, settings, from_scratch=True, overwrite=True)
 
 
 if __name__ == "__main__":
-    info(f"The pretrained model goes to {pretrain(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED)}.")
+    try:
+        info(f"The pretrained model is at {pretrain(Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED)}.")
+    except HeadfoldError as problem:
+        error(problem.message, problem.hint)
+        sys.exit(problem.exit_code)

@@ -9,10 +9,12 @@ from typing import Any
 from ..checkpoint.record import last_entry
 from ..console import info
 from ..convert.calibrated import Calibration, convert_calibrated
+from ..convert.plan import Plan, default_method
 from ..convert.run import plan_conversion, run_plan
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report import print_report, read_results
+from ..uptrain.budget import plan_budget
 from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
@@ -32,11 +34,15 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
     Raises:
         UsageError: ``folder`` holds the steps of another recipe.
     """
+    plan = _plan(recipe)  # what cannot be done is refused before the folder is claimed
+    plan_budget(recipe.uptrain)
+    if recipe.convert.refine and recipe.convert.calibration is None:
+        raise UsageError("The recipe refines without text.", "Add convert.calibration.")
     _claim(recipe, folder)
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
     if not _done("convert", converted, "Conversion"):
-        info(f"Converting {recipe.checkpoint} to {recipe.convert.groups} groups by {recipe.convert.method}.")
-        _convert(recipe, converted)
+        info(f"Converting {recipe.checkpoint} to {plan.groups} groups by {plan.method_name}.")
+        _convert(recipe, plan, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")
         uptrain_checkpoint(converted, uptrained, recipe.uptrain)
@@ -49,9 +55,14 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
     return report / "report.html"
 
 
-def _convert(recipe: Recipe, out: Path) -> None:
+def _plan(recipe: Recipe) -> Plan:
     wanted = recipe.convert
-    plan = plan_conversion(recipe.checkpoint, groups=wanted.groups, method=wanted.method, grouping=wanted.grouping)
+    method, grouping = default_method(wanted.method, wanted.grouping, looks_at_text=wanted.calibration is not None)
+    return plan_conversion(recipe.checkpoint, groups=wanted.groups, method=method, grouping=grouping)
+
+
+def _convert(recipe: Recipe, plan: Plan, out: Path) -> None:
+    wanted = recipe.convert
     text = Calibration(wanted.calibration, wanted.calibration_tokens, refine=wanted.refine)
     if text.data is None and not text.refine:
         run_plan(plan, out, seed=wanted.seed)

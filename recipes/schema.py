@@ -21,8 +21,8 @@ class ConvertSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     groups: int = Field(gt=0, description="KV heads of the result")
-    method: str = Field("mean", description="how a group becomes one head")
-    grouping: str = Field("contiguous", description="which heads form a group")
+    method: str | None = Field(None, description="how a group becomes one head; folded where there is text, else mean")
+    grouping: str | None = Field(None, description="which heads form a group; similarity for folded")
     calibration: str | None = Field(None, description="corpus that the method may look at")
     calibration_tokens: int = Field(131_072, gt=0)
     refine: int = Field(0, ge=0, description="steps per layer that fit each block to the source")

@@ -16,15 +16,17 @@ import torch
 from ..checkpoint.load import load_causal_lm, load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
-from ..convert.calibrated import Calibration, convert_calibrated
+from ..convert.calibrated import Calibration, calibrate, convert_calibrated
 from ..convert.methods import METHODS
 from ..convert.run import plan_conversion
+from ..convert.shapes import resolved_config
 from ..corpus import HELDOUT, open_corpus
 from ..errors import UnsupportedError, UsageError
 from ..eval.footprint import measure_cache
 from ..eval.intervals import ratio_estimate
+from ..eval.limits import position_limit
 from ..eval.perplexity import score
-from ..eval.tradeoff import PAGE_NAME, RESULTS_NAME, SweepRow, read_rows, write_tradeoff
+from ..eval.tradeoff import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.windows import TokenDocument, tokenize_documents
 
 SOURCE, REFINED = "source", "+refine"
@@ -65,21 +67,28 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
                 f"There is no method {method}.", f"Methods: {', '.join(METHODS)}, each also with {REFINED}."
             )
     source = Checkpoint.open(checkpoint)
-    for groups in settings.groups:
-        plan_conversion(checkpoint, groups=groups)  # refuse what is impossible before anything is measured
+    # what is impossible is refused before anything is measured
+    plans = [plan_conversion(checkpoint, groups=groups) for groups in settings.groups]
     corpus = open_corpus(settings.data, HELDOUT)
-    documents = tokenize_documents(load_tokenizer(source.folder), corpus, max_tokens=settings.tokens)
-    details = _details(checkpoint, settings, corpus.describe())
+    tokenizer = load_tokenizer(source.folder)
+    longest = position_limit(resolved_config(source.config), tokenizer)
+    if longest is not None and settings.window > longest:
+        raise UsageError(
+            f"The model takes {longest} tokens, fewer than a window of {settings.window}.", f"--window {longest}"
+        )
+    documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
+    details = _details(source, settings, corpus.describe())
+    rows = read_rows(out, details)
     out.mkdir(parents=True, exist_ok=True)
-    rows = read_rows(out / RESULTS_NAME, details)
     done = {row.key for row in rows}
     if rows:
         info(f"{len(rows)} rows are there already.")
     if SOURCE not in {row.method for row in rows}:
         rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
-    calibration = replace(
-        settings.calibration, statistics=settings.calibration.statistics or out / "statistics.safetensors"
-    )
+    # one pass over the calibration text serves every row
+    calibration = replace(settings.calibration, statistics=out / "statistics.safetensors")
+    if any(METHODS[method.removesuffix(REFINED)].rewrites_queries for method in settings.methods):
+        calibrate(plans[0], calibration)
     for groups in settings.groups:
         for method in settings.methods:
             if (method, groups) not in done:
@@ -140,11 +149,12 @@ def _stored_bytes(folder: Path) -> int:
     return {"F64": 8, "F32": 4}.get(next(iter(Checkpoint.open(folder).tensors.values())).dtype, 2)
 
 
-def _details(checkpoint: str, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
+def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
     """What determines the numbers; a sweep goes on only where these are the same."""
     return {
-        "checkpoint": checkpoint,
-        "text": f"{text['corpus']} ({text['revision']}), sha256 {text['sha256'][:16]}",
+        "checkpoint": source.spec,
+        "weights": source.digest()[:16],
+        "text": f"{text['corpus']} ({text['revision']}), sha256 {text.get('sha256', 'unknown')[:16]}",
         "tokens": settings.tokens,
         "window": settings.window,
         "calibration": settings.calibration.data,

@@ -61,6 +61,18 @@ def test_module_and_console_script_are_the_same_program():
             2,
             "cosine",
         ),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "inf", "-o", "out"], 2, "no whole number"),
+        (
+            ["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "--seed", "5000000000", "-o", "out"],
+            2,
+            "--seed",
+        ),
+        (
+            ["sweep", "./nowhere", "--groups", "a,b", "--data", "stdlib", "--calibration", "stdlib", "-o", "out"],
+            2,
+            "list",
+        ),
+        (["inspect", "./nowhere", "--groups", "2"], 2, "both --groups and --statistics"),
         (["eval", "./nowhere", "./neither", "--data", "stdlib", "-o", "out"], 2, "nowhere"),
         (["run", "nothing-of-that-name"], 2, "shipped recipes: demo"),
         (["convert", "./nowhere", "-o", "out"], 2, "--groups"),
@@ -73,6 +85,22 @@ def test_wrong_usage_is_one_sentence_and_writes_nothing(arguments, code, says, c
     assert says in shown.replace("\n", " ")
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_uptrain_runs_on_several_processes(capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("run", "demo", "--dry-run") == 2
+    assert "runs on one process" in capfd.readouterr().err
+    assert run("uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "-o", "out") == 2
+    assert "nowhere" in capfd.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert run("run", "demo", "-o", str(tmp_path / "file")) == 1
+    shown = capfd.readouterr().err
+    assert "cannot be used" in shown
+    assert "Traceback" not in shown
 
 
 def test_a_budget_can_be_looked_at_before_anything_is_there(capsys):

@@ -90,6 +90,12 @@ def test_text_that_cannot_be_used_is_refused_by_name(name, content, error, says,
     assert says in problem.value.message + (problem.value.hint or "")
 
 
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": "a\\ud800b"}\n')
+    assert texts(open_corpus(str(file))) == ["a?b"]
+
+
 @pytest.mark.parametrize("name", ["./missing.txt", "missing.jsonl", "", "#train", "stdlib#test"])
 def test_names_that_lead_nowhere_are_wrong_usage(name):
     with pytest.raises(UsageError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..checkpoint.load import load_causal_lm
 from ..checkpoint.publish import publishing
 from ..checkpoint.record import METRICS_NAME, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
@@ -27,6 +27,7 @@ def write_trained(
     metrics: Path,
     *,
     overwrite: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Publish ``out`` whole, after its tensors were checked against the source's.
 
@@ -46,11 +47,11 @@ def write_trained(
         (folder / "generation_config.json").unlink(missing_ok=True)
         (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
         copy_side_files(source, folder)
-        if source.tensors:
-            _refuse_other_tensors(Checkpoint.open(folder), source)
+        left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
+        load_causal_lm(folder, device_map="meta", trust_remote_code=trust_remote_code)
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
-        write_record(folder, source.folder, entry)
+        write_record(folder, source.folder, {**entry, "tensors_left_out": left_out})
 
 
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -71,17 +72,18 @@ def _config_dtype(config: dict[str, Any]) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _refuse_other_tensors(trained: Checkpoint, source: Checkpoint) -> None:
-    """The result must have the very tensors of the source, in name, shape and dtype.
+def _left_out(trained: Checkpoint, source: Checkpoint) -> list[str]:
+    """Tensors of the source that the class neither uses nor saves (old buffers, a tied head stored twice).
 
     Raises:
-        CheckpointError: it has not; naming the first few that differ.
+        CheckpointError: a tensor that is saved is not the source's in name, shape and dtype.
     """
     found = {name: (info.dtype, tuple(info.shape)) for name, info in trained.tensors.items()}
     wanted = {name: (info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
-    if found != wanted:
-        differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    differing = sorted(name for name in found if found[name] != wanted.get(name))
+    if differing:
         raise CheckpointError(
-            f"The trained model would be saved with other tensors than its source: {json.dumps(differing[:4])}.",
+            f"The trained model would be saved with other tensors than its source: {', '.join(differing[:4])}.",
             "This is a fault in headfold; the saves of the run are kept, please report it.",
         )
+    return sorted(wanted.keys() - found.keys())

@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..checkpoint.load import load_causal_lm, load_tokenizer
-from ..checkpoint.publish import refuse_occupied
+from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import info
@@ -65,18 +65,36 @@ def uptrain_checkpoint(
     refuse_occupied(out, overwrite)
     budget = plan_budget(settings)
     source = Checkpoint.open(checkpoint, weights=not from_scratch)
+    refuse_overlap(source.folder, out)
     settings = _resolve_teacher(settings, source)
     corpus = open_corpus(settings.data, TRAIN)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     set_seed(settings.seed)
     model = _build(source, from_scratch, trust_remote_code)
     _refuse_long_blocks(settings.block, model.config)
+    watch = _open_watch(settings, tokenizer)
     accelerator = make_accelerator(settings)
-    run = _Run(accelerator, settings, budget, out, overwrite)
+    saves = Saves(out, settings, {"checkpoint": source.digest(), "text": corpus.describe()})
+    run = _Run(accelerator, settings, budget, saves, watch)
     run.prepare(model, corpus, tokenizer, restart, trust_remote_code)
     with stop_on_signal() as stop:
         run.train(stop)
-    run.finish(source, corpus, from_scratch)
+    entry = run.entry(source, corpus, from_scratch)
+    weights = accelerator.get_state_dict(run.model)  # collective
+    if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(run.model)
+        write_trained(
+            trained,
+            weights,
+            source,
+            out,
+            entry,
+            saves.metrics,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+        )
+        saves.clear()
+    accelerator.wait_for_everyone()
     return out
 
 
@@ -92,22 +110,22 @@ class _Run:
     """State of one run between its phases."""
 
     def __init__(
-        self, accelerator: Accelerator, settings: UptrainSettings, budget: Budget, out: Path, overwrite: bool
+        self, accelerator: Accelerator, settings: UptrainSettings, budget: Budget, saves: Saves, watch: _Watch | None
     ) -> None:
         self.accelerator, self.settings, self.budget = accelerator, settings, budget
-        self.out, self.overwrite = out, overwrite
-        self.saves = Saves(out, settings.keep)
+        self.saves, self.watch = saves, watch
 
     def prepare(self, model: Any, corpus: Corpus, tokenizer: Any, restart: bool, trust_remote_code: bool) -> None:
         """Put everything on its device, and restore the newest save if there is one."""
+        teacher = _load_teacher(self.settings, self.accelerator, model, tokenizer, trust_remote_code)
+        self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model, self.settings))
+        schedule = make_schedule(self.settings, self.budget.steps)
+        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, self.settings, schedule, teacher)
+        # not earlier: what can be refused has been refused by now
         if restart and self.accelerator.is_main_process:
             self.saves.clear()
         self.accelerator.wait_for_everyone()
-        self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model, self.settings))
-        teacher = _load_teacher(self.settings, self.accelerator, trust_remote_code)
-        schedule = make_schedule(self.settings, self.budget.steps)
-        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, self.settings, schedule, teacher)
-        progress = self.saves.load_newest(self.accelerator, self.settings)
+        progress = self.saves.load_newest(self.accelerator)
         self.step = progress.step if progress else 0
         self.stream = BlockStream(
             corpus,
@@ -117,7 +135,6 @@ class _Run:
             position=progress.position if progress else None,
         )
         self.metrics = Metrics(self.saves.metrics if self.accelerator.is_main_process else None, self.step)
-        self.watch = _open_watch(self.settings, tokenizer)
         if progress:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
@@ -143,33 +160,17 @@ class _Run:
             self._evaluate(due=last or bool(self.settings.eval_every and self.step % self.settings.eval_every == 0))
             stopping = self._anyone(bool(stop))
             if stopping or last or self.step % self.settings.save_every == 0:
-                self.saves.write(self.accelerator, Progress(self.step, self.stream.position), self.settings)
+                self.saves.write(self.accelerator, Progress(self.step, self.stream.position))
             if stopping and not last:
                 raise Interrupted(
                     f"Stopped by a signal at step {self.step} of {self.budget.steps}; saved.",
                     "Run the same command to go on.",
                 )
 
-    def finish(self, source: Checkpoint, corpus: Corpus, from_scratch: bool) -> None:
-        """Gather the weights (collective) and publish the result from the main process."""
-        weights = self.accelerator.get_state_dict(self.model)
-        if self.accelerator.is_main_process:
-            write_trained(
-                self.accelerator.unwrap_model(self.model),
-                weights,
-                source,
-                self.out,
-                self._entry(source, corpus, from_scratch),
-                self.saves.metrics,
-                overwrite=self.overwrite,
-            )
-            self.saves.clear()
-        self.accelerator.wait_for_everyone()
-
-    def _entry(self, source: Checkpoint, corpus: Corpus, from_scratch: bool) -> dict[str, Any]:
+    def entry(self, source: Checkpoint, corpus: Corpus, from_scratch: bool) -> dict[str, Any]:
         """What the record says of this run."""
         train = [line for line in self.metrics.lines if line["kind"] == "train"]
-        held = [line for line in self.metrics.lines if line["kind"] == "eval"]
+        held = [line["perplexity"] for line in self.metrics.lines if line["kind"] == "eval"]
         return {
             "step": "pretrain" if from_scratch else "uptrain",
             "source": None if from_scratch else str(source.folder.resolve()),
@@ -182,7 +183,7 @@ class _Run:
             "device": str(self.accelerator.device.type),
             "mixed_precision": self.accelerator.mixed_precision,
             "final_loss_nats": train[-1]["loss"] if train else None,
-            "heldout": {**self.watch.description, "perplexity": held[-1]["perplexity"]} if self.watch else None,
+            "heldout": {**self.watch.description, "perplexity": held[-1]} if self.watch and held else None,
         }
 
     def _log(self, clock: Clock, steps: int, loss: float, norm: float) -> None:
@@ -263,10 +264,20 @@ def _resolve_teacher(settings: UptrainSettings, source: Checkpoint) -> UptrainSe
     return settings.model_copy(update={"teacher": folder if Path(folder).is_dir() else str(entry["source"])})
 
 
-def _load_teacher(settings: UptrainSettings, accelerator: Accelerator, trust_remote_code: bool) -> Any:
+def _load_teacher(
+    settings: UptrainSettings, accelerator: Accelerator, student: Any, tokenizer: Any, trust_remote_code: bool
+) -> Any:
+    """The frozen teacher on its device; refused where its tokens are not the student's."""
     if settings.teacher is None:
         return None
     teacher = load_causal_lm(settings.teacher, trust_remote_code=trust_remote_code)
+    vocabulary = load_tokenizer(settings.teacher, trust_remote_code=trust_remote_code).get_vocab()
+    widths = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
+    if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
+        raise UsageError(
+            f"The teacher {settings.teacher} has another vocabulary than the checkpoint, so it cannot be followed.",
+            "Distil from the checkpoint's own source, or leave --teacher out.",
+        )
     return teacher.to(accelerator.device).eval().requires_grad_(False)
 
 

@@ -28,7 +28,9 @@ class UptrainSettings(BaseModel):
     micro_batch: int = Field(8, gt=0, description="blocks of one forward pass on one process")
 
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
-    final_learning_rate: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a share of the peak")
+    final_learning_rate: float = Field(
+        0.1, ge=0, le=1, description="share of the peak at the end (cosine, warmup-stable-decay)"
+    )
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
@@ -45,7 +47,7 @@ class UptrainSettings(BaseModel):
         "auto", description="of the forward pass; weights are kept in float32"
     )
     device: Literal["auto", "cpu"] = "auto"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
 
     log_every: int = Field(10, gt=0, description="steps between two lines of progress")
     save_every: int = Field(200, gt=0, description="steps between two saves that a run can resume from")

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
@@ -34,12 +36,16 @@ class Progress:
 
 
 class Saves:
-    """The folder ``OUT.training`` beside the output: numbered saves, and the metrics so far."""
+    """The folder ``OUT.training`` beside the output: numbered saves, and the metrics so far.
 
-    def __init__(self, out: Path, keep: int) -> None:
+    Args:
+        identity: which checkpoint is trained on which text; a save of another run is not continued.
+    """
+
+    def __init__(self, out: Path, settings: UptrainSettings, identity: dict[str, Any]) -> None:
         self.folder = out.parent / f"{out.name}.training"
         self.metrics = self.folder / "metrics.jsonl"
-        self._keep = keep
+        self._settings, self._identity = settings, identity
 
     def complete(self) -> Iterator[Path]:
         """Complete saves, newest first; a broken one is named and passed over."""
@@ -52,7 +58,7 @@ class Saves:
             else:
                 warn(f"The save {save} is incomplete and is passed over.")
 
-    def write(self, accelerator: Accelerator, progress: Progress, settings: UptrainSettings) -> None:
+    def write(self, accelerator: Accelerator, progress: Progress) -> None:
         """Save model, optimizer, random state and position. Every process must call this: parts are collective."""
         final = self.folder / f"{_PREFIX}{progress.step:08d}"
         temporary = final.with_suffix(".tmp")
@@ -62,7 +68,7 @@ class Saves:
         accelerator.wait_for_everyone()
         try:
             accelerator.save_state(str(temporary))
-        except OSError as problem:
+        except (OSError, RuntimeError, SafetensorError) as problem:  # torch says RuntimeError for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise HeadfoldError(
                 f"The save at step {progress.step} failed: {problem}.",
@@ -70,31 +76,40 @@ class Saves:
             ) from problem
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _mark_complete(temporary, progress, settings)
+            _mark_complete(temporary, progress, self._settings, self._identity)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-            for old in list(self.complete())[self._keep :]:
+            for old in list(self.complete())[self._settings.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
 
-    def load_newest(self, accelerator: Accelerator, settings: UptrainSettings) -> Progress | None:
-        """Restore the newest complete save; None where there is none.
+    def load_newest(self, accelerator: Accelerator) -> Progress | None:
+        """Restore the newest complete save; None where there is none. Every process must call this.
 
         Raises:
-            UsageError: the save belongs to a run with other settings.
+            UsageError: the save belongs to a run with other settings, of another checkpoint or on other text, or the
+                processes do not see the same saves.
         """
-        for save in self.complete():
-            content = json.loads((save / _MARKER).read_text())
-            _refuse_other_settings(UptrainSettings(**content["settings"]), settings, self.folder)
-            accelerator.load_state(str(save))
-            return Progress(content["step"], Position(**content["position"]))
-        return None
+        save = next(self.complete(), None)
+        content = json.loads((save / _MARKER).read_text()) if save else {"step": -1}
+        steps = accelerator.gather(torch.tensor([content["step"]], device=accelerator.device)).tolist()
+        if len(set(steps)) > 1:
+            raise UsageError(
+                f"The processes see different saves in {self.folder}: steps {steps}.",
+                "Put the output on a file system that all hosts share.",
+            )
+        if save is None:
+            return None
+        _refuse_other_settings(UptrainSettings(**content["settings"]), self._settings, self.folder)
+        _refuse_other_run(content["identity"], self._identity, self.folder)
+        accelerator.load_state(str(save))
+        return Progress(content["step"], Position(**content["position"]))
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings) -> None:
+def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, identity: dict[str, Any]) -> None:
     """The marker holds the size of every file, so that a truncated one is seen; it is written after them."""
     sizes = {}
     for file in sorted(path for path in save.rglob("*") if path.is_file()):
@@ -105,6 +120,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings) ->
         "step": progress.step,
         "position": progress.position.to_json(),
         "settings": settings.model_dump(),
+        "identity": identity,
         "sizes": sizes,
     }
     with (save / _MARKER).open("w") as stream:
@@ -119,6 +135,15 @@ def _is_complete(save: Path) -> bool:
         return all((save / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
+
+
+def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+    changed = [name for name in wanted if saved.get(name) != wanted[name]]
+    if changed:
+        raise UsageError(
+            f"{folder} holds a run whose {' and '.join(changed)} had other contents than now.",
+            "Bring the old files back to continue it, or pass --restart to throw it away.",
+        )
 
 
 def _refuse_other_settings(saved: UptrainSettings, wanted: UptrainSettings, folder: Path) -> None:

@@ -73,12 +73,20 @@ def test_statistics_of_another_checkpoint_are_refused(plan, text_file, tmp_path)
         Statistics.open(file).require_source(halved.source.digest(), len(halved.family.blocks))
 
 
+def test_statistics_of_other_text_are_refused(plan, text_file, tmp_path):
+    file = tmp_path / "moments.safetensors"
+    convert_calibrated(plan(), tmp_path / "out", text(text_file, statistics=file))
+    with pytest.raises(UsageError, match="statistics of other text"):
+        convert_calibrated(plan(), tmp_path / "next", text(text_file, tokens=1024, statistics=file))
+
+
 @pytest.mark.parametrize(
     ("calibration", "error"),
     [
         (Calibration(None, refine=5), UsageError),
         (Calibration(None, statistics=Path("nowhere.safetensors")), UsageError),
         (Calibration("./missing.txt"), UsageError),
+        (Calibration("stdlib", device="nonsense"), UsageError),
     ],
 )
 def test_missing_text_is_refused_before_anything_is_written(calibration, error, plan, tmp_path, monkeypatch):

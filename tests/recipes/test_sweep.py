@@ -69,11 +69,17 @@ def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, set
     assert all(after[key] == row for key, row in before.items())
 
 
-def test_other_text_starts_afresh(tiny_checkpoint, settings, tmp_path):
+def test_a_folder_measured_otherwise_is_refused_and_kept(tiny_checkpoint, settings, tmp_path):
     sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,)))
-    first = rows(tmp_path / "out")["source", 2]["perplexity"]
-    sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), tokens=150))
-    assert rows(tmp_path / "out")["source", 2]["perplexity"] != first
+    before = (tmp_path / "out" / "sweep.json").read_bytes()
+    with pytest.raises(UsageError, match="tokens was 300 and is now 150"):
+        sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), tokens=150))
+    assert (tmp_path / "out" / "sweep.json").read_bytes() == before
+
+
+def test_a_window_that_the_model_cannot_take_is_refused(tiny_checkpoint, settings, tmp_path):
+    with pytest.raises(UsageError, match="takes 64 tokens"):
+        sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), window=128))
 
 
 @pytest.mark.parametrize(

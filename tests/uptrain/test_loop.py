@@ -204,6 +204,85 @@ def test_gq071_master_weights_are_float32_and_small_updates_survive(tiny_checkpo
     assert changed > 0.3
 
 
+def test_another_checkpoint_or_text_does_not_continue_a_run(
+    tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
+):
+    import shutil
+
+    source, text = tmp_path / "source", tmp_path / "text.jsonl"
+    shutil.copytree(tiny_checkpoint, source)
+    shutil.copy(text_file, text)
+    wanted = settings(data=str(text))
+    real = loop.Stepper.__call__
+
+    def die(self, step, ids):
+        if step == 6:
+            raise RuntimeError("power cut")
+        return real(self, step, ids)
+
+    monkeypatch.setattr(loop.Stepper, "__call__", die)
+    with pytest.raises(RuntimeError, match="power cut"):
+        uptrain_checkpoint(source, tmp_path / "out", wanted)
+    monkeypatch.setattr(loop.Stepper, "__call__", real)
+    original = text.read_text()
+    text.write_text(original + '{"text": "alpha beta"}\n')
+    with pytest.raises(UsageError, match="whose text had other contents"):
+        uptrain_checkpoint(source, tmp_path / "out", wanted)
+    text.write_text(original)
+    changed = {name: tensor.clone() for name, tensor in weights(source).items()}
+    changed["model.norm.weight"][0] += 1
+    save_file(changed, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="whose checkpoint had other contents"):
+        uptrain_checkpoint(source, tmp_path / "out", wanted)
+
+
+def test_a_restart_that_is_refused_keeps_the_saves(tiny_checkpoint, settings, tmp_path):
+    save = tmp_path / "out.training" / "step-00000005"
+    save.mkdir(parents=True)
+    with pytest.raises(HeadfoldError):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher=str(tmp_path / "typo")), restart=True)
+    assert save.exists()
+
+
+def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpoint, settings, tmp_path):
+    """Old Llama checkpoints carry rotary buffers, and some store the tied head a second time."""
+    import shutil
+
+    old = tmp_path / "old"
+    shutil.copytree(tiny_checkpoint, old)
+    tensors = weights(old)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    tied = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file({**tensors, **extra, **tied}, old / "model.safetensors", metadata={"format": "pt"})
+    out = uptrain_checkpoint(old, tmp_path / "out", settings(steps=2))
+    assert set(weights(out)) == set(tensors)
+    entry = json.loads((out / "headfold.json").read_text())["history"][-1]
+    assert entry["tensors_left_out"] == ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tiny_checkpoint, settings, tmp_path):
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_checkpoint, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["alpha"], vocabulary["beta"] = vocabulary["beta"], vocabulary["alpha"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UsageError, match="another vocabulary"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher=str(other)))
+
+
+@pytest.mark.parametrize("inside", ["source", "source/deeper"])
+def test_the_output_may_not_replace_the_source(inside, tiny_checkpoint, settings, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny_checkpoint, tmp_path / "source")
+    with pytest.raises(UsageError, match="overlap"):
+        uptrain_checkpoint(tmp_path / "source", tmp_path / inside, settings(), overwrite=True)
+    assert (tmp_path / "source" / "model.safetensors").exists()
+
+
 def test_distillation_moves_towards_the_teacher(tiny_checkpoint, settings, tmp_path):
     """A student with one damaged matrix learns from the text's inputs to predict what the teacher predicts."""
     import shutil
