@@ -24,7 +24,7 @@ check: $(VENV)/.installed-dev typing-tree  ## style, types, import arrows, depen
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p headfold
-	cd build/typing && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+	cd build/typing && PYTHONPATH=. ../../$(BIN)/lint-imports ../../pyproject.toml --no-cache
 	$(BIN)/deptry .
 
 # mypy and import-linter want a folder called headfold that holds the package and nothing else of the checkout.

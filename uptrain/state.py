@@ -91,7 +91,7 @@ class Saves:
                 processes do not see the same saves.
         """
         save = next(self.complete(), None)
-        content = json.loads((save / _MARKER).read_text()) if save else {"step": -1}
+        content: dict[str, Any] = json.loads((save / _MARKER).read_text()) if save else {"step": -1}
         steps = accelerator.gather(torch.tensor([content["step"]], device=accelerator.device)).tolist()
         if len(set(steps)) > 1:
             raise UsageError(
