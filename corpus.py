@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .console import warn
 from .errors import DataError, UsageError
 
 TRAIN, HELDOUT = "train", "heldout"
@@ -241,3 +242,28 @@ def _open_dataset(name: str, split: str) -> Corpus:
             raise DataError(f"The data set {name} broke off: {problem}", "Check the network; try again.") from problem
 
     return Corpus(f"{name}#{split}", revision or f"datasets {datasets.__version__}, default revision", read, True)
+
+
+class Encoder:
+    """Token ids of one document as the tokenizer's own policy has them, closed by a separator.
+
+    The separator is eos, else bos in front; a tokenizer with neither packs documents without one, with a warning.
+    No token is ever added to the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._eos, self._bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+        if self._eos is None and self._bos is None:
+            warn("The tokenizer has neither eos nor bos; documents are packed without a separator.")
+
+    def __call__(self, text: str) -> list[int]:
+        # verbose=False: a document longer than the model's context is fine here, it will be cut into blocks
+        ids = list(self._tokenizer(text, verbose=False)["input_ids"])
+        if not ids:
+            return ids
+        if self._eos is not None:
+            return ids if ids[-1] == self._eos else [*ids, self._eos]
+        if self._bos is not None and ids[0] != self._bos:
+            return [self._bos, *ids]
+        return ids

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import console
 from ..checkpoint.load import load_causal_lm
-from ..corpus import Corpus
+from ..corpus import Corpus, Encoder
 from ..errors import DataError, UnsupportedError
 from .statistics import TOKENS, Statistics, Sums, writing_statistics
 
@@ -35,11 +35,11 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> 
         DataError: the corpus gives fewer tokens than one block.
     """
     wanted = max(tokens // block, 1) * block
-    ids: list[int] = []
+    encode, ids = Encoder(tokenizer), list[int]()
     for document in corpus:
         if len(ids) >= wanted:
             break
-        ids.extend(_encoded(tokenizer, document.text))
+        ids.extend(encode(document.text))
     whole = min(len(ids), wanted) // block
     if whole == 0:
         raise DataError(
@@ -49,16 +49,6 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> 
     if whole * block < wanted:
         console.warn(f"The calibration text {corpus.spec} gives only {whole * block:,} of {wanted:,} tokens.")
     return torch.tensor(ids[: whole * block]).view(whole, block)
-
-
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    """As the tokenizer does by itself, closed by eos (else opened by bos), as in pretraining."""
-    ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
-    if tokenizer.eos_token_id is not None:
-        return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        return [tokenizer.bos_token_id, *ids]
-    return ids
 
 
 def attention_modules(model: nn.Module) -> list[str]:

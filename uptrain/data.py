@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..console import warn
-from ..corpus import Corpus, Document
+from ..corpus import Corpus, Document, Encoder
 from ..errors import DataError
 
 _SHUFFLE_BUFFER = 10_000  # documents
@@ -62,31 +61,6 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
         yield document
     draw.shuffle(buffer)
     yield from buffer
-
-
-class Encoder:
-    """Token ids of one document as the tokenizer's own policy has them, closed by a separator.
-
-    The separator is eos, else bos in front; a tokenizer with neither packs documents without one, with a warning.
-    No token is ever added to the vocabulary.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._eos, self._bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-        if self._eos is None and self._bos is None:
-            warn("The tokenizer has neither eos nor bos; documents are packed without a separator.")
-
-    def __call__(self, text: str) -> list[int]:
-        # verbose=False: a document longer than the model's context is fine here, it will be cut into blocks
-        ids = list(self._tokenizer(text, verbose=False)["input_ids"])
-        if not ids:
-            return ids
-        if self._eos is not None:
-            return ids if ids[-1] == self._eos else [*ids, self._eos]
-        if self._bos is not None and ids[0] != self._bos:
-            return [self._bos, *ids]
-        return ids
 
 
 class _Packer:
