@@ -17,12 +17,12 @@ from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..corpus import HELDOUT, TRAIN, Corpus, open_corpus
+from ..corpus import HELDOUT, TRAIN, Corpus, Encoder, open_corpus
 from ..errors import Interrupted, UsageError
 from ..eval.perplexity import quick_perplexity
 from ..eval.windows import TokenDocument, tokenize_documents
 from .budget import Budget, plan_budget
-from .data import BlockStream, Encoder
+from .data import BlockStream
 from .finish import write_trained
 from .metrics import Clock, Metrics, say_progress
 from .optim import make_optimizer, make_schedule

@@ -4,9 +4,9 @@ import copy
 import json
 
 import pytest
-from headfold.corpus import Corpus, Document, open_corpus
+from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from headfold.errors import DataError
-from headfold.uptrain.data import BlockStream, Encoder, Position, shuffled
+from headfold.uptrain.data import BlockStream, Position, shuffled
 from hypothesis import given
 from hypothesis import strategies as st
 
