@@ -418,6 +418,40 @@ def run(
     console.result(run_recipe(loaded, folder))
 
 
+@app.command(epilog="Example: `headfold report report -o report-again --fail-over 2%`")
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or the folder that holds it.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the report; none: print it only.")] = None,
+    fail_over: Annotated[
+        str | None, typer.Option(help="Exit with 1 when the last model's perplexity is worse by more, such as 2%.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Print the results of `headfold eval` again, write their report again, or let a build fail by them."""
+    from .errors import HeadfoldError
+    from .eval.report import final_loss, print_report, read_results, rebuild_report
+
+    limit = None if fail_over is None else _share(fail_over)
+    found = read_results(results) if out is None else rebuild_report(results, out, overwrite=overwrite)
+    print_report(found)
+    if out is not None:
+        console.result(out / "report.html")
+    loss = final_loss(found)
+    if limit is not None and loss > limit:
+        raise HeadfoldError(f"The perplexity is worse than the source's by {loss:.2%}, more than {limit:.2%}.")
+
+
+def _share(text: str) -> float:
+    """``2%`` or ``0.02``."""
+    from .errors import UsageError
+
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError as problem:
+        raise UsageError(f"{text!r} is no share.", "Write it as 2% or 0.02.") from problem
+    return value
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script; always ends in SystemExit."""
     try:

@@ -79,10 +79,10 @@ def print_report(results: Result) -> None:
     data.print(wording.verdict(results), markup=False)
 
 
-def worst_loss(results: Result) -> float:
-    """Largest relative growth of perplexity over the source among the models, e.g. 0.03; for ``--fail-over``."""
-    losses = [model["against_source"]["perplexity_ratio"]["value"] - 1 for model in results["models"][1:]]
-    return max(losses, default=0.0)
+def final_loss(results: Result) -> float:
+    """Relative growth of perplexity over the source of the last model named, the one of the verdict, e.g. 0.03."""
+    last = results["models"][-1]
+    return float(last["against_source"]["perplexity_ratio"]["value"]) - 1 if "against_source" in last else 0.0
 
 
 def markdown(results: Result) -> str:
