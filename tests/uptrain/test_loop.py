@@ -30,6 +30,26 @@ def metrics(folder: Path, kind: str) -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@pytest.fixture
+def cut_power():
+    """``cut_power(step, checkpoint, out, settings)``: a run that dies as step ``step`` begins."""
+
+    def cut(at: int, *arguments) -> None:
+        real = loop.Stepper.__call__
+
+        def die(self, step, ids):
+            if step == at:
+                raise RuntimeError("power cut")
+            return real(self, step, ids)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.Stepper, "__call__", die)
+            with pytest.raises(RuntimeError, match="power cut"):
+                uptrain_checkpoint(*arguments)
+
+    return cut
+
+
 @pytest.fixture(scope="module")
 def finished(tiny_checkpoint, text_file, tmp_path_factory):
     """One uninterrupted run, which several tests look at."""
@@ -80,21 +100,11 @@ def test_held_out_points_stand_at_the_start_at_intervals_and_at_the_end(finished
     assert points[-1]["perplexity"] < points[0]["perplexity"]
 
 
-def test_a_resumed_run_ends_with_equal_bits(finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch):
+def test_a_resumed_run_ends_with_equal_bits(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
     """Stopped after step 7, with a save at step 5: the same final weights and the same loss curve."""
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
-    real = loop.Stepper.__call__
-
-    def die(self, step, ids):
-        if step == 7:
-            raise RuntimeError("power cut")
-        return real(self, step, ids)
-
-    monkeypatch.setattr(loop.Stepper, "__call__", die)
-    with pytest.raises(RuntimeError, match="power cut"):
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
+    cut_power(7, tiny_checkpoint, tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(loop.Stepper, "__call__", real)
     resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert same(weights(resumed), weights(finished))
     assert [line["loss"] for line in metrics(resumed, "train")] == [line["loss"] for line in metrics(finished, "train")]
@@ -106,21 +116,9 @@ def test_another_seed_gives_other_weights(finished, tiny_checkpoint, settings, t
     assert not same(weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(seed=4))), weights(finished))
 
 
-def test_gq085_a_broken_save_is_passed_over(
-    finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch, capfd
-):
+def test_gq085_a_broken_save_is_passed_over(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power, capfd):
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
-    real = loop.Stepper.__call__
-
-    def die(self, step, ids):
-        if step == 11:
-            raise RuntimeError("power cut")
-        return real(self, step, ids)
-
-    monkeypatch.setattr(loop.Stepper, "__call__", die)
-    with pytest.raises(RuntimeError, match="power cut"):
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
-    monkeypatch.setattr(loop.Stepper, "__call__", real)
+    cut_power(11, tiny_checkpoint, tmp_path / "out", wanted)
     saves = sorted((tmp_path / "out.training").glob("step-*"))
     assert [save.name for save in saves] == ["step-00000005", "step-00000010"]
     optimizer = saves[1] / "optimizer.bin"
@@ -131,18 +129,8 @@ def test_gq085_a_broken_save_is_passed_over(
     assert same(weights(resumed), weights(finished))
 
 
-def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_path, monkeypatch):
-    real = loop.Stepper.__call__
-
-    def die(self, step, ids):
-        if step == 6:
-            raise RuntimeError("power cut")
-        return real(self, step, ids)
-
-    monkeypatch.setattr(loop.Stepper, "__call__", die)
-    with pytest.raises(RuntimeError, match="power cut"):
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
-    monkeypatch.setattr(loop.Stepper, "__call__", real)
+def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_path, cut_power):
+    cut_power(6, tiny_checkpoint, tmp_path / "out", settings())
     with pytest.raises(UsageError, match=r"learning_rate was 0\.003 and is now 0\.001"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3))
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
@@ -204,26 +192,14 @@ def test_gq071_master_weights_are_float32_and_small_updates_survive(tiny_checkpo
     assert changed > 0.3
 
 
-def test_another_checkpoint_or_text_does_not_continue_a_run(
-    tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
-):
+def test_another_checkpoint_or_text_does_not_continue_a_run(tiny_checkpoint, settings, text_file, tmp_path, cut_power):
     import shutil
 
     source, text = tmp_path / "source", tmp_path / "text.jsonl"
     shutil.copytree(tiny_checkpoint, source)
     shutil.copy(text_file, text)
     wanted = settings(data=str(text))
-    real = loop.Stepper.__call__
-
-    def die(self, step, ids):
-        if step == 6:
-            raise RuntimeError("power cut")
-        return real(self, step, ids)
-
-    monkeypatch.setattr(loop.Stepper, "__call__", die)
-    with pytest.raises(RuntimeError, match="power cut"):
-        uptrain_checkpoint(source, tmp_path / "out", wanted)
-    monkeypatch.setattr(loop.Stepper, "__call__", real)
+    cut_power(6, source, tmp_path / "out", wanted)
     original = text.read_text()
     text.write_text(original + '{"text": "alpha beta"}\n')
     with pytest.raises(UsageError, match="whose text had other contents"):
