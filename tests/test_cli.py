@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 import time
 
 import pytest
@@ -26,7 +27,7 @@ def test_there_are_commands():
 def test_every_command_has_help_with_an_example_and_stands_in_the_readme(command, capsys):
     assert run(command, "--help") == 0
     assert f"headfold {command}" in capsys.readouterr().out.split("Example:")[1]
-    readme = cli.Path(cli.__file__).with_name("README.md").read_text()
+    readme = Path(cli.__file__).with_name("README.md").read_text()
     assert f"headfold {command}" in readme
 
 
