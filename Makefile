@@ -17,8 +17,9 @@ MODULES := $(wildcard *.py)
 demo: $(VENV)/.installed  ## convert, uptrain and compare the bundled model; the report's path is the last line
 	$(BIN)/headfold run demo -o demo
 
+# Two processes of one thread each; a file stays in one process, so its fixtures are made once.
 test: $(VENV)/.installed-dev  ## all tests, with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 check: $(VENV)/.installed-dev typing-tree  ## style, types, import arrows, dependencies
 	$(BIN)/ruff check .
