@@ -1,6 +1,7 @@
 """Perplexity right after conversion, before any uptraining: every method on one checkpoint, in one table.
 
-    python benchmarks/zero_shot.py CHECKPOINT --groups 4,2,1 --calibration stdlib#train --test stdlib#heldout
+    python benchmarks/zero_shot.py                  # the bundled model, stdlib#train and stdlib#heldout
+    python benchmarks/zero_shot.py CHECKPOINT --groups 1 --calibration TEXT --test OTHER_TEXT
 
 Calibration and refinement see the calibration text only; the test text is scored and nothing else.
 """
@@ -20,8 +21,8 @@ from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibration import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.fit import RefineSettings
 from headfold.convert.methods import METHODS
-from headfold.convert.refine import RefineSettings
 from headfold.convert.refit import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.convert.statistics import SOURCE, Statistics
@@ -30,6 +31,7 @@ from headfold.errors import HeadfoldError
 from headfold.eval.perplexity import quick_perplexity
 from headfold.eval.windows import TokenDocument, tokenize_documents
 
+BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
 VARIANTS = {
     **{name: (name, "contiguous", False) for name in METHODS},
     "aligned+similarity": ("aligned", "similarity", False),
@@ -39,6 +41,7 @@ VARIANTS = {
     "mean+refine": ("mean", "contiguous", True),
 }
 """Name on the command line → (method, grouping, refine)."""
+DEFAULT_VARIANTS = "mean,aligned,aligned+rescale,folded,folded+similarity,folded+refine"
 
 
 def main() -> None:
@@ -58,9 +61,11 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of the source")
-    parser.add_argument("--groups", default="1", help="KV heads of the results, e.g. 4,2,1")
-    parser.add_argument("--variants", default="mean,aligned,folded,folded+refine", help=", ".join(VARIANTS))
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=BUNDLED, help="folder of the source")
+    parser.add_argument("--groups", default="4,2,1", help="KV heads of the results, e.g. 4,2,1")
+    parser.add_argument(
+        "--variants", default="mean,aligned,aligned+rescale,folded,folded+refine", help=", ".join(VARIANTS)
+    )
     parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
     parser.add_argument("--calibration-tokens", type=int, default=98_304)
     parser.add_argument("--block", type=int, default=512, help="tokens of one block of calibration text")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class TensorInfo:
     Attributes:
         dtype: as safetensors spells it, for example ``BF16``.
         begin, end: absolute byte range in ``file``.
+        strides: steps between elements, of a pickled tensor that is not laid out row by row; else None.
     """
 
     name: str
@@ -61,10 +63,12 @@ class TensorInfo:
     file: Path
     begin: int
     end: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        """Bytes of its elements, laid out row by row."""
+        return byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,42 @@ def torch_dtype(dtype: str) -> torch.dtype:
         )
     found: torch.dtype = getattr(torch, _TORCH_NAMES[dtype])
     return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` → ``BF16``.
+
+    Raises:
+        CheckpointError: the safetensors format has no such dtype, or headfold does not know it.
+    """
+    spelled = str(dtype).removeprefix("torch.")
+    for name, torch_name in _TORCH_NAMES.items():
+        if torch_name == spelled:
+            return name
+    raise CheckpointError(f"Tensors of dtype {spelled} cannot be converted.", "Save the checkpoint in bf16 or float32.")
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """One tensor, mapped from its file: its pages are the file's own and count as cache, not as memory in use.
+
+    Raises:
+        CheckpointError: headfold computes nothing in its dtype.
+    """
+    import torch
+
+    dtype = torch_dtype(info.dtype)
+    if math.prod(info.shape) == 0:
+        return torch.empty(info.shape, dtype=dtype)
+    base = info.begin - info.begin % mmap.ALLOCATIONGRANULARITY
+    with info.file.open("rb") as stream:
+        # A private copy-on-write map is writable for torch and never reaches the file.
+        mapped = mmap.mmap(stream.fileno(), info.end - base, access=mmap.ACCESS_COPY, offset=base)
+    offset, count = info.begin - base, (info.end - info.begin) // dtype.itemsize
+    if offset % dtype.itemsize:
+        flat = torch.frombuffer(bytearray(mapped[offset:]), dtype=dtype, count=count)
+    else:
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
+    return flat.reshape(info.shape) if info.strides is None else flat.as_strided(info.shape, info.strides)
 
 
 def read_header(file: Path) -> Header:
@@ -166,9 +206,9 @@ def _tensor(file: Path, name: str, entry: object, start: int) -> TensorInfo:
             info = TensorInfo(name, dtype, tuple(shape), file, start + begin, start + end)
         case _:
             raise _damaged(file, f"the header entry of {name} makes no sense")
-    if info.nbytes != byte_size(dtype, info.shape):
+    if end - begin != info.nbytes:
         raise _damaged(
-            file, f"{name} has {info.nbytes} bytes, but its shape {list(shape)} in {dtype} needs another number"
+            file, f"{name} has {end - begin} bytes, but its shape {list(shape)} in {dtype} needs another number"
         )
     return info
 

@@ -9,6 +9,7 @@ from ..errors import UsageError
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
 """Weights in other formats and training state: neither downloaded nor copied, since they would hold the source."""
+_PICKLED = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")  # only where a repository has nothing better
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,15 +30,19 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     name = str(spec)
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UsageError(f"There is no folder {folder}.", "Check the path.")
-    return _download(name, revision, FOREIGN_WEIGHTS if weights else (*FOREIGN_WEIGHTS, "*.safetensors"))
+    left_out = FOREIGN_WEIGHTS if weights else (*FOREIGN_WEIGHTS, "*.safetensors")
+    folder = _download(name, revision, ignore_patterns=list(left_out))
+    if weights and not any(folder.glob("*.safetensors")):
+        folder = _download(name, revision, allow_patterns=list(_PICKLED))
+    return folder
 
 
-def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Path:
+def _download(name: str, revision: str | None, **patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=list(left_out)))
+        return Path(snapshot_download(name, revision=revision, **patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(

@@ -85,10 +85,10 @@ def _swap_in(folder: Path, out: Path) -> None:
         if file.is_file():
             # some writers make private files; whoever may read the folder may read what is in it
             file.chmod(file.stat().st_mode | 0o444 & ~_umask())
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+            flush(file)
     if not out.exists():
         folder.rename(out)
+        _remove_replaced(out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}{_REPLACED}", dir=out.parent))
     out.rename(old / out.name)
@@ -97,7 +97,19 @@ def _swap_in(folder: Path, out: Path) -> None:
     except OSError:
         (old / out.name).rename(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _remove_replaced(out)
+
+
+def _remove_replaced(out: Path) -> None:
+    """What stood under the name of ``out`` before, also where a killed run left it."""
+    for old in out.parent.glob(f".{out.name}{_REPLACED}*"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(file: Path) -> None:
+    """Wait until the bytes of ``file`` are on the disk."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def _umask() -> int:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import mmap
 import os
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedError
-from .header import Header, TensorInfo, read_header, torch_dtype
+from .header import Header, TensorInfo, read_tensor
 from .hub import FOREIGN_WEIGHTS, find_folder
 from .record import METRICS_NAME, RECORD_NAME
+from .weights import INDEX_NAME, WeightFiles, find_weights, only_adapter
 
 if TYPE_CHECKING:
     import torch
 
 CONFIG_NAME = "config.json"
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _NOT_COPIED = (*FOREIGN_WEIGHTS, "*.safetensors", "*.index.json", CONFIG_NAME, RECORD_NAME, METRICS_NAME)
 _REPLACED = {CONFIG_NAME, INDEX_NAME, RECORD_NAME, METRICS_NAME}  # the result gets its own
 _SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
@@ -37,6 +34,7 @@ class Checkpoint:
         spec: what the user called it; ``folder`` is where it lies.
         config: config.json, parsed; ``config_text`` is the same as it stands on disk.
         headers: weight file → its header; files that an index does not name are not here.
+        sharded: an index says where each tensor is.
         tensors: name → where it lies, over all weight files.
         side_files: every other file to copy, relative to ``folder``; ``left_out`` those that are not copied.
         notes: what is odd about the folder, one sentence each.
@@ -47,6 +45,7 @@ class Checkpoint:
     config: dict[str, Any]
     config_text: str
     headers: dict[Path, Header] = field(default_factory=dict)
+    sharded: bool = False
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     side_files: tuple[Path, ...] = ()
     left_out: tuple[Path, ...] = ()
@@ -63,23 +62,33 @@ class Checkpoint:
         Raises:
             UsageError: nothing is there.
             CheckpointError: files are missing, damaged or contradict each other.
-            UnsupportedError: the folder holds no safetensors weights.
+            UnsupportedError: the folder holds no weights that can be read.
         """
         folder = find_folder(spec, revision, weights=weights)
         config_text, config = _read_config(folder)
         if not weights:
             return cls(str(spec), folder, config, config_text, side_files=tuple(_walk(folder)[0]))
-        files, named = _weight_files(folder)
-        headers = {file: read_header(file) for file in files}
-        tensors, notes = _collect_tensors(headers, named)
-        side_files, left_out = _walk(folder)
-        used = {file.relative_to(folder) for file in files}
-        strays = [path for path in left_out if path.suffix == ".safetensors" and path not in used]
+        found = find_weights(folder)
+        headers = {file: found.format.read(file) for file in found.files}
+        tensors, notes = _collect_tensors(headers, found.named)
+        if _ties_head(config):
+            headers, tied = _without_twins(headers)
+            notes += [f"{name} shares its bytes with {first}, so it is written once" for name, first in tied.items()]
+            tensors = {name: info for name, info in tensors.items() if name not in tied}
+        side_files, left_out, strays = _side_files(folder, found)
         if strays:
             notes.append(f"not named by the index, so not read: {', '.join(map(str, strays))}")
-        left_out = [path for path in left_out if path not in used and path.name not in _REPLACED]
         return cls(
-            str(spec), folder, config, config_text, headers, tensors, tuple(side_files), tuple(left_out), tuple(notes)
+            str(spec),
+            folder,
+            config,
+            config_text,
+            headers,
+            found.named is not None,
+            tensors,
+            tuple(side_files),
+            tuple(left_out),
+            tuple(notes),
         )
 
     @property
@@ -88,32 +97,13 @@ class Checkpoint:
         return list(self.headers)
 
     @property
-    def sharded(self) -> bool:
-        """True when an index says where each tensor is."""
-        return (self.folder / INDEX_NAME).exists()
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file: its pages are the file's own and count as cache, not as memory in use."""
-        import torch
-
-        info = self.tensors[name]
-        dtype = torch_dtype(info.dtype)
-        count = math.prod(info.shape)
-        if count == 0:
-            return torch.empty(info.shape, dtype=dtype)
-        base = info.begin - info.begin % mmap.ALLOCATIONGRANULARITY
-        with info.file.open("rb") as stream:
-            # A private copy-on-write map is writable for torch and never reaches the file.
-            mapped = mmap.mmap(stream.fileno(), info.end - base, access=mmap.ACCESS_COPY, offset=base)
-        offset = info.begin - base
-        if offset % dtype.itemsize:
-            return torch.frombuffer(bytearray(mapped[offset:]), dtype=dtype, count=count).reshape(info.shape)
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).reshape(info.shape)
+        """One tensor, mapped from its file, see :func:`.header.read_tensor`."""
+        return read_tensor(self.tensors[name])
 
     def digest(self) -> str:
         """sha256 over config.json, every header and the first 4 KiB of every tensor.
@@ -148,67 +138,32 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _no_config(folder: Path) -> CheckpointError | UnsupportedError:
-    if (folder / "adapter_config.json").exists():
-        return UnsupportedError(
-            f"{folder} holds only a PEFT adapter, not a model.",
-            "Merge it first (PeftModel.merge_and_unload, then save_pretrained) and convert the merged checkpoint.",
-        )
-    return CheckpointError(f"{folder} has no {CONFIG_NAME}.", "Give the folder of a Hugging Face checkpoint.")
+    missing = CheckpointError(f"{folder} has no {CONFIG_NAME}.", "Give the folder of a Hugging Face checkpoint.")
+    return only_adapter(folder) or missing
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files that hold the weights, and the index (tensor → file name) where there is one."""
-    if (folder / INDEX_NAME).is_symlink() or (folder / INDEX_NAME).exists():
-        named = _read_index(folder)
-        return [folder / name for name in dict.fromkeys(named.values())], named
-    single = folder / SINGLE_NAME
-    if single.is_symlink() or single.exists():
-        return [single], None
-    raise _no_weights(folder)
+def _ties_head(config: dict[str, Any]) -> bool:
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    return any(place.get("tie_word_embeddings") is True for place in places)
 
 
-def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
-    if (folder / "adapter_config.json").exists():
-        return UnsupportedError(
-            f"{folder} holds only a PEFT adapter, not a model.",
-            "Merge it first (PeftModel.merge_and_unload, then save_pretrained) and convert the merged checkpoint.",
-        )
-    shards = sorted(file.name for file in folder.glob("*.safetensors"))
-    if shards:
-        return CheckpointError(
-            f"{folder} holds {shards[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}.",
-            "The checkpoint is incomplete: fetch the index as well.",
-        )
-    others = sorted(file.name for file in folder.iterdir() if any(fnmatch(file.name, form) for form in FOREIGN_WEIGHTS))
-    if others:
-        return UnsupportedError(
-            f"{folder} has no safetensors weights, only {', '.join(others[:4])}{' …' if len(others) > 4 else ''}.",
-            "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER).",
-        )
-    return CheckpointError(f"{folder} holds no weights.", "Give a folder with model.safetensors or its shards.")
+def _without_twins(headers: dict[Path, Header]) -> tuple[dict[Path, Header], dict[str, str]]:
+    """Drop names of a pickled file that share all their bytes with an earlier one, as a tied head does.
 
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """The weight map of the index; its names come from strangers, so one that leaves the folder is refused."""
-    index = folder / INDEX_NAME
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
-        named = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except OSError as problem:
-        raise CheckpointError(f"{index} cannot be read: {problem.strerror}.") from problem
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise CheckpointError(f"{index} is no valid index of shards.", "Fetch or repair this file.") from problem
-    if not named:
-        raise CheckpointError(f"{index} names no tensor.", "Fetch or repair this file.")
-    for name in dict.fromkeys(named.values()):
-        outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\\" in name
-        if outside or ".." in PurePosixPath(name).parts or "\0" in name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} points to {name!r}, which is no safetensors file inside the folder.")
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{index} names {name}, which is not there.", "The checkpoint is incomplete: fetch it again."
-            )
-    return named
+    Safetensors files have no such names. Where the head is not tied by config.json both are kept: the class may need
+    them.
+    """
+    kept: dict[Path, Header] = {}
+    twins: dict[str, str] = {}
+    for file, header in headers.items():
+        first: dict[tuple[Any, ...], TensorInfo] = {}
+        for info in header.tensors:
+            owner = first.setdefault((info.begin, info.end, info.shape, info.dtype), info)
+            if owner is not info and info.nbytes:
+                twins[info.name] = owner.name
+        kept[file] = Header(tuple(info for info in header.tensors if info.name not in twins), header.metadata)
+    return kept, twins
 
 
 def _collect_tensors(
@@ -235,6 +190,15 @@ def _collect_tensors(
                 f"{len(extra)} tensors are in the shards but not in the index, {extra[0]} for one; they are kept"
             )
     return tensors, notes
+
+
+def _side_files(folder: Path, weights: WeightFiles) -> tuple[list[Path], list[Path], list[Path]]:
+    """Files to copy, files that are left out, and those of the latter that look like weights an index forgot."""
+    copied, left_out = _walk(folder)
+    used = {file.relative_to(folder) for file in weights.files}
+    strays = [path for path in left_out if path.suffix == ".safetensors" and path not in used]
+    replaced = {*_REPLACED, weights.format.index}
+    return copied, [path for path in left_out if path not in used and path.name not in replaced], strays
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -7,20 +7,24 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..console import Advance, human_bytes
 from ..errors import CheckpointError, HeadfoldError
-from .header import TensorInfo, byte_size, encode_header, torch_dtype
-from .source import INDEX_NAME, Checkpoint
+from .header import TensorInfo, byte_size, encode_header, read_tensor, torch_dtype
+from .publish import flush
+from .source import Checkpoint
+from .weights import INDEX_NAME, SINGLE_NAME
 
 if TYPE_CHECKING:
     import torch
 
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 64 * 2**20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ETXTBSY}
 
 
@@ -59,16 +63,39 @@ class ShardWriter:
     """The weight files of one checkpoint, laid out before any weight is written.
 
     ``create`` writes the headers and gives every file its full length (a hole on most file systems), so that
-    a model class can check names and shapes before anything big happens. Then ``copy`` and ``put`` fill the files.
+    a model class can check names and shapes before anything big happens. Then ``start_copying`` fills in the copied
+    bytes on a thread of its own, while ``put`` brings the computed tensors, and ``finish`` waits for the copies.
+    Leaving the ``with`` block stops a copy that is not finished.
     """
 
     def __init__(self, folder: Path, files: Sequence[OutFile]) -> None:
         self.folder = folder
-        self.files = files
+        self.files = list(files)
         self._places: dict[str, tuple[Path, int, OutTensor]] = {}
+        self._workers = ThreadPoolExecutor(2, "headfold-copy")  # one copies, one flushes what is copied
+        self._tasks: list[Future[None]] = []
+        self._stopped = threading.Event()
+        self._started = False
+        self._copied_bytes = 0
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._stopped.set()
+        self._workers.shutdown(cancel_futures=True)
+
+    @property
+    def sharded(self) -> bool:
+        """True when the files need an index."""
+        return [file.path for file in self.files] != [Path(SINGLE_NAME)]
+
+    @property
+    def bytes_to_copy(self) -> int:
+        return sum(tensor.nbytes for file in self.files for tensor in file.tensors if tensor.source is not None)
 
     def create(self) -> None:
-        """Write headers, lengths and, for more than one file or a sharded source, the index with its totals."""
+        """Write the headers, and give every file its length."""
         for file in self.files:
             entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
             header = encode_header(entries, {**file.metadata, "format": "pt"})
@@ -82,6 +109,12 @@ class ShardWriter:
                 self._places[tensor.name] = (target, position, tensor)
                 position += tensor.nbytes
 
+    def discard(self) -> None:
+        """Stop, and remove the files again."""
+        self.__exit__()
+        for file in self.files:
+            (self.folder / file.path).unlink(missing_ok=True)
+
     def write_index(self) -> None:
         """The index of the shards; totals count tensors once, as they are on disk (a tied head is not there twice)."""
         weight_map = {tensor.name: file.path.as_posix() for file in self.files for tensor in file.tensors}
@@ -92,17 +125,28 @@ class ShardWriter:
         index = {"metadata": totals, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def copy(self, advance: Advance) -> None:
-        """Copy every tensor that has a source, neighbours in one go; ``advance`` gets bytes."""
-        for file in self.files:
-            with (self.folder / file.path).open("r+b") as target:
-                for run in _runs(file.tensors):
-                    first = run[0].source
-                    assert first is not None
-                    position = self._places[run[0].name][1]
-                    length = sum(tensor.nbytes for tensor in run)
-                    with first.file.open("rb") as source:
-                        _copy_range(source.fileno(), target.fileno(), first.begin, position, length, advance)
+    def start_copying(self) -> None:
+        """Begin to copy every tensor that has a source, neighbours in one go; a second call changes nothing."""
+        if not self._started:
+            self._started = True
+            self._tasks.append(self._workers.submit(self._copy_all))
+
+    def finish(self, advance: Advance) -> None:
+        """Wait until everything is copied; ``advance`` gets bytes.
+
+        Raises:
+            OSError: the disk is full, for example.
+            CheckpointError: the source changed meanwhile.
+        """
+        told = 0
+        while self._tasks:
+            done, _ = wait(self._tasks[:1], timeout=0.2)
+            copied = self._copied_bytes
+            advance(copied - told)
+            told = copied
+            for task in done:
+                self._tasks.remove(task)
+                task.result()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write a computed tensor at its place; it is stored in the dtype of the header."""
@@ -116,6 +160,32 @@ class ShardWriter:
         with file.open("r+b") as stream:
             stream.seek(position)
             stream.write(data)
+
+    def _copy_all(self) -> None:
+        for file in self.files:
+            target = self.folder / file.path
+            with target.open("r+b") as stream:
+                for run in _runs(file.tensors):
+                    self._copy_run(run, stream.fileno())
+            # The disk works on it while the next file is copied; publishing waits for the rest.
+            self._tasks.append(self._workers.submit(flush, target))
+
+    def _copy_run(self, run: list[OutTensor], target: int) -> None:
+        first = run[0].source
+        assert first is not None
+        if first.strides is not None:
+            self.put(run[0].name, read_tensor(first))
+            self._advance(run[0].nbytes)
+            return
+        position = self._places[run[0].name][1]
+        length = sum(tensor.nbytes for tensor in run)
+        with first.file.open("rb") as source:
+            _copy_range(source.fileno(), target, first.begin, position, length, self._advance)
+
+    def _advance(self, amount: float = 1) -> None:
+        self._copied_bytes += int(amount)
+        if self._stopped.is_set():
+            raise CancelledError
 
 
 def copy_side_files(source: Checkpoint, folder: Path) -> None:
@@ -147,7 +217,7 @@ def _runs(tensors: Sequence[OutTensor]) -> Iterator[list[OutTensor]]:
     run: list[OutTensor] = []
     for tensor in tensors:
         last = run[-1].source if run else None
-        adjoins = last and tensor.source and last.file == tensor.source.file and last.end == tensor.source.begin
+        adjoins = last and tensor.source and _adjoin(last, tensor.source)
         if run and not adjoins:
             yield run
             run = []
@@ -155,6 +225,11 @@ def _runs(tensors: Sequence[OutTensor]) -> Iterator[list[OutTensor]]:
             run.append(tensor)
     if run:
         yield run
+
+
+def _adjoin(left: TensorInfo, right: TensorInfo) -> bool:
+    in_rows = left.strides is None and right.strides is None
+    return in_rows and left.file == right.file and left.end == right.begin
 
 
 def _copy_range(source: int, target: int, begin: int, position: int, length: int, advance: Advance) -> None:

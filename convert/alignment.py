@@ -6,6 +6,7 @@ for K under rotary positions the turn of a plane is one phase, since nothing els
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,19 @@ def aligned(attention: Attention, groups: int, context: MethodContext) -> Attent
     return shared(attention, groups, context.second_moment, align_group)
 
 
+def aligned_and_rescaled(attention: Attention, groups: int, context: MethodContext) -> Attention:
+    """The same, then K and V of the shared head get the mean norm of its members.
+
+    An average of heads that do not quite agree is shorter than they are, so scores and outputs shrink; this makes up
+    for the size of it.
+    """
+    return shared(attention, groups, context.second_moment, _align_and_rescale)
+
+
+def _align_and_rescale(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
+    return replace(align_group(attention, rows, energy), rescaled=True)
+
+
 def align_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
     """Phases for the planes of K, rotations for its other rows and for V."""
     members = energy.values_KDKD.shape[0]
@@ -50,7 +64,6 @@ def align_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
         passing_expand_mPP=passing_mPP,
         value_combine_mDD=values_mDD.mT / members,
         value_expand_mDD=values_mDD,
-        balanced=False,
     )
 
 

@@ -14,7 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .energy import Energy, Extended, Rows, assembled, extended, measured, narrowed, rotary_rows, to_planes
+from .energy import (
+    Energy,
+    Extended,
+    Rows,
+    assembled,
+    extended,
+    measured,
+    narrowed,
+    rotary_rows,
+    score_energy,
+    to_planes,
+)
 from .heads import Attention
 
 
@@ -27,6 +38,8 @@ class Sharing:
         passing_combine_mPP, passing_expand_mPP: for the key rows that are not rotated.
         value_combine_mDD, value_expand_mDD: for V.
         balanced: give the shared head the mean norm of its members, and its queries and outputs the inverse.
+        rescaled: give the shared head the mean norm of its members, and nothing else the inverse.
+        sharpened: bring the spread of each query head's scores half-way back to what it was, in logarithms.
     """
 
     plane_combine_Fm: Tensor
@@ -35,7 +48,9 @@ class Sharing:
     passing_expand_mPP: Tensor
     value_combine_mDD: Tensor
     value_expand_mDD: Tensor
-    balanced: bool
+    balanced: bool = False
+    rescaled: bool = False
+    sharpened: bool = False
 
 
 Solver = Callable[[Attention, Rows, Energy], Sharing]
@@ -93,9 +108,28 @@ def _share_group(
             value_expand_mDD=sharing.value_expand_mDD / v_scale,
         )
     k_DE = assembled(plane_FE.unsqueeze(0), passing_PE.unsqueeze(0), rows)
+    if sharing.rescaled:
+        k_DE = k_DE * _norm_ratio(layer.k_KDE[heads].norm(dim=(1, 2)).mean(), k_DE.norm())
+        v_DE = v_DE * _norm_ratio(v_mDE.norm(dim=(1, 2)).mean(), v_DE.norm())
     q_XDE = _read_keys(layer.q_HDE[queries], rows, sharing, per_kv)
+    if sharing.sharpened:
+        q_XDE = q_XDE * _sharpening(layer, rows, heads, queries, q_XDE, k_DE)[:, None, None]
     o_CXD = torch.einsum("cxd,xde->cxe", layer.o_CHD[:, queries], sharing.value_expand_mDD.repeat_interleave(per_kv, 0))
     return q_XDE, k_DE, v_DE.unsqueeze(0), o_CXD
+
+
+def _sharpening(
+    layer: Extended, rows: Rows, heads: list[int], queries: list[int], q_XDE: Tensor, k_1DE: Tensor
+) -> Tensor:
+    """A factor for each query head: the fourth root of what the energy of its scores was over what it is.
+
+    A shared key holds a part of each member only, so scores spread less and attention goes flat; the square root would
+    make up for all of it, but what is left of the scores is not to be trusted that much.
+    """
+    per_head = len(queries) // len(heads)
+    before_X = score_energy(layer, rows, layer.q_HDE[queries], layer.k_KDE[heads].repeat_interleave(per_head, 0))
+    after_X = score_energy(layer, rows, q_XDE, k_1DE.expand_as(q_XDE))
+    return _norm_ratio(before_X, after_X) ** 0.25
 
 
 def _read_keys(q_XDE: Tensor, rows: Rows, sharing: Sharing, per_kv: int) -> Tensor:

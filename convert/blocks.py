@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -12,13 +12,16 @@ from transformers import PreTrainedModel
 from ..checkpoint.header import FLOATS
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError
+from .changes import Change, changed_parameters
 from .heads import Rotary
+from .layouts import Stored
+from .rewritable import norms_keys, reason_against_rewriting
 from .rotary import rotary_of
-from .shapes import memory_names
+from .shapes import memory_names, split_names
 
-_PROJECTION = re.compile(r"(?P<module>.+)\.(?P<side>[kv])_proj(?P<inner>\.linear)?\.(?P<kind>weight|bias)$")
-_FUSED = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+_FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+"""Names that classes give to the projection that takes the heads' outputs."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,15 @@ class Block:
     Attributes:
         layer: position among the blocks, from 0.
         module: the block in the model class, for example ``model.layers.0.self_attn``.
+        k, v, q: the tensors that hold these projections; the same one where they are fused. ``v`` is ``k`` where the
+            class takes its values from the keys.
         head_dim, value_dim: rows of one key head and of one value head.
         rotary: None when the layout is not certain.
         keys_normed: a norm acts on each key head after the projection; ``q_norm`` and ``k_norm`` name its weights.
         rewritable: None when q and o may be rewritten together with k and v, else the reason why not.
+        kv_heads: KV heads of this block (some types have two kinds of layers).
+        reads: the submodule whose input is the block's input, for example ``q_proj``.
+        stored: every tensor that follows the number of KV heads, and how heads lie in it.
     """
 
     layer: int
@@ -50,79 +58,96 @@ class Block:
     q_norm: str | None
     k_norm: str | None
     rewritable: str | None
+    kv_heads: int
+    reads: str
+    stored: tuple[Stored, ...]
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """The tensors that shrink."""
-        return tuple(name for name in (self.k, self.v, self.k_bias, self.v_bias) if name is not None)
+        """The tensors that change with the number of KV heads."""
+        return tuple(name for stored in self.stored for name in stored.names)
 
     @property
     def rewritten(self) -> tuple[str, ...]:
         """The tensors that keep their shape but change when the method works on the whole block."""
-        return tuple(name for name in (self.q, self.q_bias, self.o) if name is not None)
+        names = (self.q, self.q_bias, self.o)
+        return tuple(name for name in names if name is not None and name not in self.merged)
+
+    def roles(self) -> set[str]:
+        """What the merged tensors hold: ``k``, ``v``, ``k_bias``, ``k_norm``, …"""
+        return {role for stored in self.stored for role, _ in stored.spans(self.kv_heads, self.kv_heads)}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The two numbers of KV heads at which a class was built, and its query heads."""
+
+    query_heads: int
+    kv_heads: int
+    fewer: int
 
 
 def find_blocks(
-    checkpoint: Checkpoint, many: PreTrainedModel, few: PreTrainedModel, query_heads: int, kv_heads: int, fewer: int
-) -> tuple[Block, ...]:
-    """The blocks whose tensors follow the number of KV heads.
+    checkpoint: Checkpoint, many: PreTrainedModel, few: PreTrainedModel, numbers: Numbers, fused: str | None
+) -> list[Block]:
+    """The blocks whose tensors follow the number of KV heads, in the order of the class.
 
     Args:
-        many: the class on the meta device with the source's ``kv_heads``.
-        few: the same with ``fewer``.
+        many: the class on the meta device with the source's KV heads.
+        few: the same with fewer.
+        fused: the layout of the type's fused tensors, a key of ``FUSED``; None when it has none.
 
     Raises:
-        UnsupportedError: something else than separate k and v projections depends on the number.
+        UnsupportedError: something depends on the number that is not known.
         CheckpointError: a tensor is missing on disk or has another shape than the config says.
     """
-    modules = _changed_modules(many, few, kv_heads, fewer)
-    _refuse_left_behind(many, modules)
-    on_disk = {memory: disk for disk, memory in memory_names(many, list(checkpoint.tensors)).items()}
-    finder = _Finder(checkpoint, many, on_disk, query_heads, kv_heads)
-    present = [module for module in modules if finder.has(module)]
+    modules: dict[str, list[Change]] = {}
+    for change in changed_parameters(many, few, numbers.kv_heads, numbers.fewer, fused):
+        modules.setdefault(change.module, []).append(change)
+    for module, changes in modules.items():
+        _refuse_one_sided(many, module, changes)
+    finder = _Finder(checkpoint, many, numbers)
+    present = [module for module, changes in modules.items() if finder.has(changes)]
     _refuse_missing(checkpoint, many, [module for module in modules if module not in present], present)
-    return tuple(finder.block(layer, module) for layer, module in enumerate(present))
+    return [finder.block(module, modules[module]) for module in present]
 
 
-def _changed_modules(many: PreTrainedModel, few: PreTrainedModel, kv_heads: int, fewer: int) -> list[str]:
-    """The attention modules with k and v projections that follow the number of KV heads, in order."""
-    small = {name: tuple(tensor.shape) for name, tensor in few.state_dict().items()}
-    modules: dict[str, set[str]] = {}
-    for name, tensor in many.state_dict().items():
-        shape = tuple(tensor.shape)
-        if small.get(name) == shape:
-            continue
-        match = _PROJECTION.fullmatch(name)
-        scaled = name in small and shape[0] * fewer == small[name][0] * kv_heads and shape[1:] == small[name][1:]
-        if match is None or not scaled or shape[0] % kv_heads:
-            raise _departs(type(many).__name__, name)
-        modules.setdefault(match["module"], set()).add(match["side"])
-    for module, sides in modules.items():
-        if sides != {"k", "v"}:
-            raise UnsupportedError(
-                f"{module} has no separate key and value projections, which only such a layout allows."
-            )
-    return list(modules)
+def refuse_left_behind(model: PreTrainedModel, modules: list[str]) -> None:
+    """Every attention of the same kind must follow the numbers; a setting of its own would leave it at the old one.
 
-
-def _departs(class_name: str, name: str) -> UnsupportedError:
-    if "norm" in name:
-        reason = f"its key norm has weights for every key head ({name}), and merging those is not exact"
-    elif _FUSED.search(name):
-        reason = f"it keeps query, key and value rows fused ({name})"
-    else:
-        reason = f"{name} also depends on the number of KV heads"
-    return UnsupportedError(f"{class_name} cannot be converted: {reason}.")
-
-
-def _refuse_left_behind(model: PreTrainedModel, modules: list[str]) -> None:
-    """Every attention of the same kind must follow the number; a setting of its own would leave it at the old one."""
-    kinds = {type(model.get_submodule(module)) for module in modules}
+    An encoder that shares the decoder's attention class has a config of its own and may stay as it is.
+    """
+    found = [model.get_submodule(module) for module in modules]
+    kinds = {(type(module), id(getattr(module, "config", None))) for module in found}
+    weights = {id(weight) for module in found for weight in module.parameters()}
     for name, module in model.named_modules():
-        if type(module) in kinds and name not in modules and hasattr(module, "k_proj"):
+        same_kind = (type(module), id(getattr(module, "config", None))) in kinds
+        if same_kind and any(id(weight) not in weights for weight in _key_weights(module)):
             raise UnsupportedError(
                 f"{type(model).__name__} cannot be converted: the KV heads of {name} follow another setting."
             )
+
+
+def _key_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    projection = getattr(module, "k_proj", None)
+    return projection.parameters() if isinstance(projection, nn.Module) else iter(())
+
+
+def in_order(model: PreTrainedModel, blocks: list[Block]) -> tuple[Block, ...]:
+    """Blocks as the class lists them, numbered from 0."""
+    order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    ranked = sorted(blocks, key=lambda block: order[block.module])
+    return tuple(replace(block, layer=layer) for layer, block in enumerate(ranked))
+
+
+def _refuse_one_sided(model: PreTrainedModel, module: str, changes: list[Change]) -> None:
+    roles = {role for change in changes for role in change.roles}
+    keys_are_values = "v" not in roles and getattr(model.get_submodule(module), "v_proj", 0) is None
+    if not {"k", "v"} <= roles and not ("k" in roles and keys_are_values):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be converted: {changes[0].names[0]} depends on the number of KV heads, "
+            f"but {module} has no key and value projections that do."
+        )
 
 
 def _refuse_missing(checkpoint: Checkpoint, model: PreTrainedModel, missing: list[str], present: list[str]) -> None:
@@ -131,8 +156,8 @@ def _refuse_missing(checkpoint: Checkpoint, model: PreTrainedModel, missing: lis
     lost = [name for name in missing if not owners & {id(weight) for weight in model.get_submodule(name).parameters()}]
     if not lost:
         return
-    fused = next((name for name in checkpoint.tensors if _FUSED.search(name)), None)
-    if fused is not None:
+    fused = next((name for name in checkpoint.tensors if _FUSED_ON_DISK.search(name)), None)
+    if fused is not None and hasattr(model.get_submodule(lost[0]), "k_proj"):
         raise UnsupportedError(f"{type(model).__name__} has separate k and v projections, but the file has {fused}.")
     raise CheckpointError(
         f"Expected {2 * (len(missing) + len(present))} key and value tensors, but those of {len(lost)} blocks "
@@ -144,64 +169,105 @@ def _refuse_missing(checkpoint: Checkpoint, model: PreTrainedModel, missing: lis
 class _Finder:
     """Looks up the tensors of one attention module after the other."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, model: PreTrainedModel, on_disk: dict[str, str], query_heads: int, kv_heads: int
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, numbers: Numbers) -> None:
         self.tensors = checkpoint.tensors
         self.model = model
+        self.numbers = numbers
         self.expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.on_disk = on_disk
-        self.query_heads = query_heads
-        self.kv_heads = kv_heads
+        names = list(checkpoint.tensors)
+        self.on_disk = {memory: disk for disk, memory in memory_names(model, names).items()}
+        self.fused_on_disk = {part: disk for disk, parts in split_names(model, names).items() for part in parts}
         self._rotary: dict[int, Rotary | None] = {}
 
-    def has(self, module: str) -> bool:
-        """True when the module's key and value weights are in the files."""
-        return all(self._disk(f"{module}.{self._leaf(module, side)}.weight") for side in "kv")
+    def has(self, changes: list[Change]) -> bool:
+        """True when the module's tensors are in the files; biases may be absent (config.json decides that later)."""
+        return all(
+            self._whole(name) or name in self.fused_on_disk
+            for change in changes
+            for name in change.names
+            if not name.endswith("bias")
+        )
 
-    def block(self, layer: int, module: str) -> Block:
+    def block(self, module: str, changes: list[Change]) -> Block:
         """The names of one block's tensors, each checked against the shape that the class expects."""
-        weights = {side: self._disk(f"{module}.{self._leaf(module, side)}.weight") for side in "qkv"}
-        biases = {side: self._bias(module, side) for side in "qkv"}
-        output = next((leaf for leaf in _OUTPUTS if f"{module}.{leaf}.weight" in self.expected), "o_proj.linear")
-        k, v = weights["k"], weights["v"]
-        if k is None or v is None:
-            raise ValueError(f"{module} is not in the files; ask has() first")
-        head_dim, value_dim = (self.tensors[name].shape[0] // self.kv_heads for name in (k, v))
+        stored = self._stored(changes)
+        holders = {role: self._holder(stored, role) for role in ("k", "v", "k_bias", "v_bias")}
+        k = holders["k"]
+        assert k is not None
+        q, q_bias = (self._queries(module, stored, kind) for kind in ("weight", "bias"))
+        head_dim, value_dim = (self._width(stored, role) for role in ("k", "v" if holders["v"] else "k"))
         if head_dim not in self._rotary:
             self._rotary[head_dim] = rotary_of(self.model, self.model.get_submodule(module), head_dim)
+        leaf = next((leaf for leaf in OUTPUTS if f"{module}.{leaf}.weight" in self.expected), "o_proj.linear")
         block = Block(
-            layer=layer,
+            layer=0,
             module=module,
             k=k,
-            v=v,
-            k_bias=biases["k"],
-            v_bias=biases["v"],
-            q=weights["q"],
-            q_bias=biases["q"],
-            o=self._disk(f"{module}.{output}.weight"),
+            v=holders["v"] or k,
+            k_bias=holders["k_bias"],
+            v_bias=holders["v_bias"],
+            q=q,
+            q_bias=q_bias,
+            o=self._whole(f"{module}.{leaf}.weight"),
             head_dim=head_dim,
             value_dim=value_dim,
             rotary=self._rotary[head_dim],
-            keys_normed=_norms_keys(self.model.get_submodule(module)),
-            q_norm=self._disk(f"{module}.q_norm.weight"),
-            k_norm=self._disk(f"{module}.k_norm.weight"),
+            keys_normed=norms_keys(self.model.get_submodule(module)),
+            q_norm=self._whole(f"{module}.q_norm.weight"),
+            k_norm=self._whole(f"{module}.k_norm.weight"),
             rewritable=None,
+            kv_heads=self.numbers.kv_heads,
+            reads=next((change.leaf for change in changes if change.fused), "q_proj"),
+            stored=stored,
         )
-        return replace(block, rewritable=self._reason_against_rewriting(block))
+        reason = reason_against_rewriting(self.model, block, self.tensors, self.numbers.query_heads)
+        return replace(block, rewritable=reason)
 
-    def _leaf(self, module: str, side: str) -> str:
-        linear = f"{side}_proj.linear"
-        return linear if f"{module}.{linear}.weight" in self.expected else f"{side}_proj"
+    def _stored(self, changes: list[Change]) -> tuple[Stored, ...]:
+        """What is on disk of the changed parameters, k and v first; parts of one disk tensor become one."""
+        found: dict[tuple[str, ...], Stored] = {}
+        for change in changes:
+            if all(name in self.fused_on_disk for name in change.names):
+                stored = self._cut_while_loading(change)
+            else:
+                names = tuple(disk for name in change.names if (disk := self._whole(name)))
+                stored = Stored(names, change.layout, change.axis, change.suffix, change.numbered)
+            if stored.names:  # a bias that the checkpoint does not have is left to the check of the result
+                found[stored.names] = stored
+        self._refuse_unknown_biases(changes)
+        return tuple(found.values())
 
-    def _bias(self, module: str, side: str) -> str | None:
-        name = f"{module}.{self._leaf(module, side)}.bias"
-        found = self._disk(name)
-        if found is not None and name not in self.expected:
-            raise CheckpointError(f"{found} is there, but by config.json this projection has no bias.")
-        return found
+    def _cut_while_loading(self, change: Change) -> Stored:
+        """A disk tensor that the loader cuts into q, k and v."""
+        disk = self.fused_on_disk[change.names[0]]
+        parts = [name for name, whole in self.fused_on_disk.items() if whole == disk]
+        sides = [name.split(".")[-2] for name in parts]
+        rows = sum(self.expected[name][0] for name in parts)
+        if sides != ["q_proj", "k_proj", "v_proj"] or self.tensors[disk].shape != (rows, *self.expected[parts[0]][1:]):
+            raise UnsupportedError(f"{type(self.model).__name__} cuts {disk} in a way that is not known.")
+        return Stored((disk,), "q|k|v", suffix="_bias" if disk.endswith("bias") else "")
 
-    def _disk(self, name: str) -> str | None:
+    def _refuse_unknown_biases(self, changes: list[Change]) -> None:
+        for change in changes:
+            bias = change.names[0].removesuffix("weight") + "bias"
+            if change.names[0].endswith("weight") and bias not in self.expected and (disk := self.on_disk.get(bias)):
+                raise CheckpointError(f"{disk} is there, but by config.json this projection has no bias.")
+
+    def _holder(self, stored: tuple[Stored, ...], role: str) -> str | None:
+        return next((one.names[0] for one in stored if role in dict(one.spans(1, 1))), None)
+
+    def _queries(self, module: str, stored: tuple[Stored, ...], kind: str) -> str | None:
+        fused = self._holder(stored, "q" if kind == "weight" else "q_bias")
+        linear = f"{module}.q_proj.linear.{kind}"
+        return fused or self._whole(linear if linear in self.expected else f"{module}.q_proj.{kind}")
+
+    def _width(self, stored: tuple[Stored, ...], role: str) -> int:
+        """Rows of one head."""
+        one = next(one for one in stored if role in dict(one.spans(1, 1)))
+        heads = sum(count for _, count in one.spans(self.numbers.query_heads, self.numbers.kv_heads))
+        return self.tensors[one.names[0]].shape[one.axis] // heads
+
+    def _whole(self, name: str) -> str | None:
         """The disk name of a parameter, or None where it is absent.
 
         Raises:
@@ -214,50 +280,9 @@ class _Finder:
         if shape is not None and info.shape != shape:
             raise CheckpointError(
                 f"{found} has shape {list(info.shape)}, but config.json asks for {list(shape)} "
-                f"({self.kv_heads} KV heads).",
+                f"({self.numbers.kv_heads} KV heads).",
                 "The config.json belongs to another checkpoint, or its number of KV heads is wrong.",
             )
         if info.dtype not in FLOATS:
             raise UnsupportedError(f"{found} is stored as {info.dtype}, which cannot be averaged.")
         return found
-
-    def _reason_against_rewriting(self, block: Block) -> str | None:
-        """Why a change of basis inside the heads would not be exact, or None."""
-        config = self.model.config.get_text_config()
-        module = self.model.get_submodule(block.module)
-        own = {name for name, _ in module.named_parameters()}
-        known = {f"{side}_proj.{kind}" for side in "qkv" for kind in ("weight", "bias")} | {
-            *(f"{leaf}.{kind}" for leaf in _OUTPUTS for kind in ("weight", "bias")),
-            *("q_norm.weight", "k_norm.weight"),
-        }
-        if block.q is None or block.o is None or (own & {"q_proj.bias"} and block.q_bias is None):
-            return "its query and output projections are not recognised"
-        if own - known:
-            return f"{min(own - known)} acts inside the attention block"
-        if self.tensors[block.q].shape[0] != self.query_heads * block.head_dim:
-            return f"{block.q} holds more than the queries"
-        if self.tensors[block.o].shape[1] != self.query_heads * block.value_dim:
-            return f"{block.o} does not read the heads directly"
-        if block.rotary is None:
-            return "the layout of its rotary position embedding is not certain"
-        if getattr(config, "clip_qkv", None) is not None:
-            return "it clips queries, keys and values (clip_qkv)"
-        if getattr(config, "num_kv_shared_layers", None):
-            return "some layers use the keys and values of others (num_kv_shared_layers)"
-        if block.keys_normed and block.k_norm is None:
-            return "it normalises keys in a way that is not known"
-        return None
-
-
-def _norms_keys(module: nn.Module) -> bool:
-    """True when the attention's code normalises anything, by a module, a flag that is on, or a function.
-
-    Read from the source, because some classes do it without a weight or a module of its own.
-    """
-    code = re.sub(r"#.*", "", inspect.getsource(type(module).forward))
-    for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
-        own = word.removeprefix("self.")
-        absent = word.startswith("self.") and getattr(module, own.split(".")[0], None) in (None, False)
-        if not absent:
-            return True
-    return False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from torch import Tensor
 from ..checkpoint.load import load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
-from ..console import info
+from ..console import info, warn
 from ..corpus import TRAIN, Corpus, open_corpus
-from ..errors import UsageError
+from ..errors import DataError, UnsupportedError, UsageError
 from .calibration import collect_statistics, load_for_calibration, token_blocks
+from .fit import RefineSettings
 from .plan import Plan
-from .refine import LayerFit, RefineSettings
-from .refit import refine_folder
+from .refit import reading_modules, refine_folder
+from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
 from .statistics import SOURCE, Statistics
+from .work import LayerFit, RefineWork
 
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they are of."""
@@ -35,10 +38,11 @@ class Calibration:
 
     Attributes:
         data: corpus name, see :mod:`headfold.corpus`; its train split unless the name says otherwise. None: no text,
-            so ``statistics`` must be there already and ``refine`` is zero.
+            so ``statistics`` must be there already and nothing is refined.
         tokens: how much of it is read.
         block: tokens of one block.
-        refine: AdamW steps per layer after the method (zero: none).
+        refine: AdamW steps per layer after the method (zero: none). None: :data:`RefineSettings.steps` for ``folded``
+            where there is text and the model can be refined, else none.
         statistics: file to keep the statistics in, or to take them from when it is there; one pass serves every
             number of groups and every method.
         device: where the model runs.
@@ -47,7 +51,7 @@ class Calibration:
     data: str | None = "stdlib"
     tokens: int = 131_072
     block: int = 512
-    refine: int = 0
+    refine: int | None = None
     statistics: Path | None = None
     device: str = "cpu"
 
@@ -77,6 +81,9 @@ def convert_calibrated(
 ) -> Path:
     """Execute ``plan`` with statistics of calibration text, and refine the result where that is asked for.
 
+    A refinement that was killed goes on after its last finished layer when it is called again; its work lies in
+    ``OUT.refinement`` until ``out`` is published.
+
     Returns:
         ``out``.
 
@@ -91,38 +98,71 @@ def convert_calibrated(
     if calibration.refine and text is None:
         raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
 
-    def refine(folder: Path) -> dict[str, Any]:
+    steps = _refine_steps(plan, calibration)
+    work = RefineWork.beside(out)
+
+    def refine(folder: Path) -> dict[str, Any] | None:
         assert text is not None
-        # little text makes small batches, so that there is more than one
-        batch_tokens = min(RefineSettings.batch_tokens, text.blocks_NT.numel() // 8)
-        settings = RefineSettings(steps=calibration.refine, batch_tokens=batch_tokens, seed=seed)
-        info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
-        fits = refine_folder(
-            plan.source.folder,
-            folder,
-            plan.family.blocks,
-            text.blocks_NT,
-            settings,
-            device=calibration.device,
-            trust_remote_code=trust_remote_code,
-        )
-        return {"settings": asdict(settings), "text": text.describe(), "layers": [_fit_entry(fit) for fit in fits]}
+        try:
+            return _refined(plan, folder, text, RefineSettings(steps, seed=seed), work, calibration, trust_remote_code)
+        except (UnsupportedError, DataError) as problem:
+            if calibration.refine is not None:
+                raise
+            warn(f"The result is not refined: {problem.message}")
+            return None
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
+        plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
         statistics = None
         if plan.rewrites_queries:
-            modules = [block.module for block in plan.family.blocks]
-            statistics = source_statistics(plan.source, calibration, text, modules, scratch, trust_remote_code)
+            readers = reading_modules(plan.family.blocks)
+            statistics = source_statistics(plan.source, calibration, text, readers, scratch, trust_remote_code)
         run_plan(
             plan,
             out,
             statistics=statistics,
-            refine=refine if calibration.refine and plan.changes else None,
+            refine=refine if steps else None,
             overwrite=overwrite,
             seed=seed,
         )
+    shutil.rmtree(work, ignore_errors=True)
     return out
+
+
+def _refine_steps(plan: Plan, calibration: Calibration) -> int:
+    """Steps per layer, where the user left it open as well."""
+    if not plan.changes:
+        return 0
+    if calibration.refine is not None:
+        return calibration.refine
+    return RefineSettings.steps if plan.method_name == "folded" and calibration.data is not None else 0
+
+
+def _refined(
+    plan: Plan,
+    folder: Path,
+    text: Text,
+    settings: RefineSettings,
+    work: Path,
+    calibration: Calibration,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Refine a converted folder; what the record says about it."""
+    # little text makes small batches, so that there is more than one
+    settings = replace(settings, batch_tokens=min(settings.batch_tokens, text.blocks_NT.numel() // 8))
+    info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
+    fits = refine_folder(
+        model_folder(plan.source),
+        folder,
+        plan.family.blocks,
+        text.blocks_NT,
+        settings,
+        work=work,
+        device=calibration.device,
+        trust_remote_code=trust_remote_code,
+    )
+    return {"settings": asdict(settings), "text": text.describe(), "layers": [_fit_entry(fit) for fit in fits]}
 
 
 def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool = False) -> Statistics:
@@ -135,30 +175,32 @@ def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool =
     """
     if calibration.statistics is None:
         raise UsageError("No file is named for the statistics.", "Give --statistics FILE.")
-    modules = [block.module for block in plan.family.blocks]
+    readers = reading_modules(plan.family.blocks)
     text = read_text(plan.source, calibration, trust_remote_code)
-    with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
-        return source_statistics(plan.source, calibration, text, modules, Path(scratch), trust_remote_code)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
+        source = stack.enter_context(loadable(plan.source, calibration.statistics))
+        return source_statistics(source, calibration, text, readers, scratch, trust_remote_code)
 
 
 def source_statistics(
     source: Checkpoint,
     calibration: Calibration,
     text: Text | None,
-    modules: list[str],
+    readers: list[str],
     scratch: Path,
     trust_remote_code: bool,
 ) -> Statistics:
     """The statistics of a source: those of ``calibration.statistics`` when the file is there, else collected now.
 
     Args:
-        modules: its attention modules in layer order.
+        readers: the modules whose input is the attention's, in layer order.
         scratch: a folder for files that are needed only meanwhile.
     """
     file = calibration.statistics
     if file is not None and file.exists():
         found = Statistics.open(file)
-        found.require_source(source.digest(), len(modules))
+        found.require_source(source.digest(), len(readers))
         if text is not None and found.metadata.get(IDS) != text.describe()[IDS]:
             raise UsageError(
                 f"{file} holds statistics of other text than {text.corpus.spec}.",
@@ -173,7 +215,7 @@ def source_statistics(
     info(f"Calibrating on {text.blocks_NT.numel():,} tokens of {text.corpus.spec}.")
     (scratch / "offload").mkdir(exist_ok=True)
     model = load_for_calibration(
-        source.folder,
+        model_folder(source),
         source.weight_bytes,
         scratch / "offload",
         device=calibration.device,
@@ -184,7 +226,7 @@ def source_statistics(
         text.blocks_NT,
         file if file is not None else scratch / "statistics.safetensors",
         metadata={SOURCE: source.digest(), **text.describe()},
-        modules=modules,
+        readers=readers,
         device=calibration.device,
     )
 

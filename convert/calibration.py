@@ -51,8 +51,8 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> 
     return torch.tensor(ids[: whole * block]).view(whole, block)
 
 
-def attention_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that hold a q, a k and a v projection, in the order of the layers.
+def input_projections(model: nn.Module) -> list[str]:
+    """Names of the q projections that have a k and a v projection beside them, in the order of the layers.
 
     Raises:
         UnsupportedError: the model has none.
@@ -64,7 +64,7 @@ def attention_modules(model: nn.Module) -> list[str]:
             f"{type(model).__name__} has no attention with separate q, k and v projections.",
             "Use --method mean, which needs no calibration.",
         )
-    return found
+    return [f"{name}.q_proj" for name in found]
 
 
 def collect_statistics(
@@ -73,7 +73,7 @@ def collect_statistics(
     file: Path,
     *,
     metadata: dict[str, str],
-    modules: Sequence[str] | None = None,
+    readers: Sequence[str] | None = None,
     batch_tokens: int = 4096,
     device: torch.device | str = "cpu",
 ) -> Statistics:
@@ -84,15 +84,15 @@ def collect_statistics(
         blocks_NT: token ids, all of them real (no padding).
         file: where the statistics are saved; it appears when they are complete.
         metadata: kept with them: ``SOURCE`` and what describes the text.
-        modules: the attention modules in layer order; default: :func:`attention_modules`.
+        readers: the modules whose input is the attention's, in layer order; default: :func:`input_projections`.
         batch_tokens: about how many tokens go through the model at once; weights on disk are read once per batch.
         device: where the token ids go; the model is there already.
 
     Raises:
         UnsupportedError: the class runs its attention in an unusual way, so tokens would be missed.
     """
-    names = list(modules) if modules is not None else attention_modules(model)
-    projections = [model.get_submodule(f"{name}.q_proj") for name in names]
+    names = list(readers) if readers is not None else input_projections(model)
+    projections = [model.get_submodule(name) for name in names]
     hidden = [next(weight.shape[1] for weight in part.parameters() if weight.dim() == 2) for part in projections]
     batches = blocks_NT.split(max(batch_tokens // blocks_NT.shape[1], 1))
     details = {**metadata, TOKENS: str(blocks_NT.numel())}
@@ -108,7 +108,7 @@ def collect_statistics(
         for name, count in zip(names, sums.counts, strict=True):
             if count != blocks_NT.numel():
                 raise UnsupportedError(
-                    f"{type(model).__name__} does not send every token through {name}.q_proj exactly once.",
+                    f"{type(model).__name__} does not send every token through {name} exactly once.",
                     "Use --method mean, which needs no calibration.",
                 )
     return Statistics.open(file)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import console
+from ..checkpoint.push import push, require_login
+from ..checkpoint.shards import shard_bytes
+from ..checkpoint.source import Checkpoint
 from ..errors import UsageError
-from ..options import DryRun, Out, Overwrite, Source, Trust, numbers
+from ..options import DryRun, Overwrite, Source, Trust, numbers
+from .early import convert_early, foresee, worth_it
+from .serving import SIZES, STACKS, parallel_warnings, shown
+
+TargetTp = Annotated[
+    int | None,
+    typer.Option("--target-tp", min=1, help="Devices you will serve on (tensor parallelism): say what that means."),
+]
 
 
 def convert(
     checkpoint: Source,
-    out: Out,
-    groups: Annotated[int, typer.Option("--groups", "-g", help="KV heads of the result; divides those of the source.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write. It appears whole or not at all.")
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option("--groups", "-g", help="KV heads of the result; divides those of the source.")
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -29,6 +44,9 @@ def convert(
             help="Which heads form a group: contiguous (neighbours) or similarity. Default: similarity for folded."
         ),
     ] = None,
+    rescale: Annotated[
+        bool, typer.Option("--rescale", help="With aligned: give the averaged head the mean norm of its members.")
+    ] = False,
     calibration: Annotated[
         str | None, typer.Option(help="Text the method may look at; never the text you will evaluate on.")
     ] = None,
@@ -37,11 +55,27 @@ def convert(
         Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
     ] = None,
     refine: Annotated[
-        int, typer.Option(min=0, help="Training steps per layer that fit each block to the source; try 200.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Training steps per layer that fit each block to the source; 0 for none. "
+            "Default: 200 for folded where calibration text is given.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where calibration and refinement run: cpu, cuda, …")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the method random, and of the order of the text in refinement.")] = 0,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Size of the weight files, such as 5GB. Default: as the source has them.")
+    ] = None,
+    target_tp: TargetTp = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPO_ID", help="Upload the result to this repository when it is finished.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make that repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Convert nothing: check that config, weight files and model class agree.")
+    ] = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     trust_remote_code: Trust = False,
@@ -49,16 +83,38 @@ def convert(
     """Turn a checkpoint into one with fewer KV heads, ready for transformers, vLLM, SGLang and llama.cpp.
 
     Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
-    converted correctly is refused by name before anything is written.
+    converted correctly is refused by name, and nothing of it is left.
     """
+    if check:
+        _check(checkpoint, revision)
+        return
+    if groups is None or out is None:
+        raise UsageError("A conversion needs --groups and --out.", "For example: --groups 8 -o OUT; or --check alone.")
+    if rescale:
+        method = _rescaled(method)
+    if refine and not calibration:
+        raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
+    _warn_about_devices(groups, target_tp)
+    if push_to_hub is not None and not dry_run:
+        require_login(push_to_hub)
+    shard = None if max_shard_size is None else shard_bytes(max_shard_size)
+    looks_at_text = calibration is not None or statistics is not None
+    source = Checkpoint.open(checkpoint, revision=revision)
+    if not (dry_run or looks_at_text) and worth_it(source):
+        files = foresee(source, groups, method or "mean", grouping or "contiguous", shard)
+        if files is not None:
+            chosen = method or "mean"
+            convert_early(
+                source, out, files, groups=groups, method=chosen, max_shard_bytes=shard, overwrite=overwrite, seed=seed
+            )
+            _finish(out, push_to_hub, private)
+            return
     from .plan import default_method
     from .run import plan_conversion, run_plan
 
-    looks_at_text = calibration is not None or statistics is not None
     method, grouping = default_method(method, grouping, looks_at_text=looks_at_text)
-    plan = plan_conversion(checkpoint, groups=groups, method=method, grouping=grouping, revision=revision)
-    if refine and not calibration:
-        raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
+    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping)
+    plan = replace(plan, max_shard_bytes=shard)
     if dry_run:
         console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], plan.describe())
         return
@@ -73,7 +129,35 @@ def convert(
         if method == "folded":
             console.warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
         run_plan(plan, out, overwrite=overwrite, seed=seed)
+    _finish(out, push_to_hub, private)
+
+
+def _rescaled(method: str | None) -> str:
+    if method != "aligned":
+        raise UsageError("--rescale belongs to --method aligned.", "Leave it out, or add --method aligned.")
+    return "aligned+rescale"
+
+
+def _finish(out: Path, repo_id: str | None, private: bool) -> None:
+    """Push where that is asked for; the path of the result is the last line."""
     console.result(out)
+    if repo_id is not None:
+        console.info(f"Pushed: {push(out, repo_id, private=private)}")
+
+
+def _warn_about_devices(groups: int, devices: int | None) -> None:
+    if devices is not None and groups > 0:
+        for warning in parallel_warnings(groups, devices):
+            console.warn(f"{warning}.")
+
+
+def _check(checkpoint: str, revision: str | None) -> None:
+    from .check import check_checkpoint
+
+    found = check_checkpoint(checkpoint, revision=revision)
+    for warning in found.warnings:
+        console.warn(f"{warning}.")
+    console.table(f"{checkpoint} is sound", ["", ""], found.rows)
 
 
 def inspect(
@@ -84,6 +168,7 @@ def inspect(
     statistics: Annotated[
         Path | None, typer.Option(help="Statistics that `convert --calibration TEXT --statistics FILE` wrote.")
     ] = None,
+    target_tp: TargetTp = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -98,7 +183,8 @@ def inspect(
         return
     from .inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(checkpoint, revision=revision)
+    sizes = sorted({*SIZES, *([target_tp] if target_tp else [])})
+    found = inspect_checkpoint(checkpoint, revision=revision, device_counts=sizes)
     if as_json:
         console.data.print(found.to_json(), markup=False)
         return
@@ -108,6 +194,8 @@ def inspect(
             f"{row.bytes_per_token:,}",
             console.human_bytes(row.bytes_per_1000_tokens),
             f"{row.share_of_source:.3g}",
+            f"{row.queries_per_head}{' *' if row.slow_kernels else ''}",
+            *(shown(row.devices[stack.name]) for stack in STACKS),
         ]
         for row in found.cache
     ]
@@ -115,9 +203,24 @@ def inspect(
         f"{checkpoint}: {found.model_type} ({found.model_class}), {found.parameters:,} parameters, "
         f"{found.attention_layers} layers, {found.query_heads} query heads, {found.kv_heads} KV heads of width "
         f"{found.head_dim}, cache in {found.dtype}",
-        ["groups", "KV bytes per token", "per 1,000 tokens", "of the source"],
+        ["groups", "KV bytes per token", "per 1,000 tokens", "of the source", "queries per KV head", *_STACK_COLUMNS],
         rows,
+        markdown=True,
     )
+    if found.route:
+        console.data.print(found.route, markup=False)
+    console.data.print(_LEGEND, markup=False)
+    for row in found.cache if target_tp else ():
+        for warning in parallel_warnings(row.groups, target_tp or 1):
+            console.warn(f"{warning}.")
+
+
+_STACK_COLUMNS = tuple(f"{stack.name} on" for stack in STACKS)
+_LEGEND = (
+    "Last columns: numbers of devices that share the heads (tensor parallelism); in (parentheses), KV heads are kept "
+    "several times. * no decoding kernel of its own in FlashInfer (vLLM, SGLang) or above 32 in XQA (TensorRT-LLM); "
+    "see docs/serving.md."
+)
 
 
 def _show_damage(checkpoint: str, revision: str | None, groups: list[int], statistics: Path, as_json: bool) -> None:

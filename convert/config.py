@@ -10,8 +10,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 
-def with_number(text: str, path: Sequence[str], value: int, after: str) -> str:
-    """``text`` with the integer at ``path`` set to ``value``.
+def with_number(text: str, path: Sequence[str], value: int | bool, after: str) -> str:
+    """``text`` with the number or truth value at ``path`` set to ``value``.
 
     Args:
         text: a valid JSON object.
@@ -24,7 +24,7 @@ def with_number(text: str, path: Sequence[str], value: int, after: str) -> str:
     members = _members(text, start)
     if path[-1] in members:
         _, begin, end = members[path[-1]]
-        return f"{text[:begin]}{value}{text[end:]}"
+        return f"{text[:begin]}{json.dumps(value)}{text[end:]}"
     return _inserted(text, start, members, path[-1], value, after)
 
 
@@ -50,10 +50,12 @@ def _skip(text: str, position: int, mark: str) -> int:
     return position
 
 
-def _inserted(text: str, start: int, members: dict[str, tuple[int, int, int]], key: str, value: int, after: str) -> str:
+def _inserted(
+    text: str, start: int, members: dict[str, tuple[int, int, int]], key: str, value: int | bool, after: str
+) -> str:
     if not members:
-        return f'{text[: start + 1]}"{key}": {value}{text[start + 1 :]}'
+        return f'{text[: start + 1]}"{key}": {json.dumps(value)}{text[start + 1 :]}'
     begin, _, end = members.get(after) or list(members.values())[-1]
     gap_begin = max(text.rfind(mark, 0, begin) for mark in "{,") + 1
     gap = text[gap_begin:begin]  # line break and indentation, as the neighbour has it
-    return f'{text[:end]},{gap}"{key}": {value}{text[end:]}'
+    return f'{text[:end]},{gap}"{key}": {json.dumps(value)}{text[end:]}'

@@ -6,8 +6,8 @@ shape differs are the per-KV-head tensors. A new Llama-like type needs no line h
 
 from __future__ import annotations
 
-import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,46 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from .blocks import Block, find_blocks
+from .blocks import Block, Numbers, find_blocks, in_order, refuse_left_behind
+from .settings import KvSetting, kv_settings, with_kv_heads
 from .shapes import build, known_type, model_class, resolved_config
 
 KV_KEY = "num_key_value_heads"
 SOME_TYPES = "llama, mistral, qwen2, qwen3, gemma, gemma2, phi, olmo, granite, cohere, stablelm, starcoder2, mixtral"
 
+_NO_ROUTE = "Types that are rewritten as one that can: gpt_neox, gptj, codegen, and with one group gpt2, opt, falcon."
+
 REFUSED: dict[str, tuple[str, str | None]] = {
-    "falcon": ("keeps its query, key and value rows fused, and caches all heads whatever their number", None),
-    "gpt_bigcode": ("can only switch between one KV head and all (multi_query)", None),
-    "dbrx": ("keeps its query, key and value rows fused in Wqkv", None),
-    "blt": ("has a KV setting for each of its four stacks", None),
     "jetmoe": ("ties the number of query heads to the KV heads, so fewer KV heads are another model", None),
-    "diffllama": ("splits its value heads in two halves across heads, so neighbours do not share", None),
+    "doge": ("computes its attention mask from the values of all KV heads (dt_proj)", None),
+    "zaya": ("mixes query and key channels of all heads by convolutions", None),
     "mimo_v2_flash": ("gives its sliding layers twice the KV heads", None),
+    "deepseek_v4": ("caches one key head for all queries already", None),
+    "dots3_note": ("uses multi-head latent attention and has no KV heads to merge", None),
+    "dots3_note_text": ("uses multi-head latent attention and has no KV heads to merge", None),
+    **dict.fromkeys(("bloom", "mpt"), ("has ALiBi, and no type with a KV setting scales it alike", _NO_ROUTE)),
+    "gpt_neo": ("does not scale its scores and has local layers, which no type with a KV setting does", _NO_ROUTE),
+    "persimmon": ("norms queries and keys in a way that no type with a KV setting does", _NO_ROUTE),
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "longt5", "switch_transformers"),
+        ("is an encoder-decoder with relative position biases, and no type with a KV setting is", _NO_ROUTE),
+    ),
+    **dict.fromkeys(
+        ("bart", "mbart", "marian", "pegasus", "m2m_100", "plbart", "blenderbot", "blenderbot-small", "whisper"),
+        ("is an encoder-decoder with learned or fixed positions, and no type with a KV setting is", _NO_ROUTE),
+    ),
     "moonshine": ("has a KV setting that its forward pass cannot run with", None),
 }
 """Types whose reason for refusal the rule would not find or not name well."""
+
+FUSED_LAYOUTS = {
+    "phi3": "q|k|v",
+    "phi4_multimodal": "q|k|v",
+    "dbrx": "q|k|v",
+    "falcon": "grouped",
+    "gpt_bigcode": "grouped",
+}
+"""How the heads lie in the fused tensors of a type; shapes alone do not tell, so a type without a row is refused."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +62,51 @@ class Family:
     """The attention of one checkpoint.
 
     Attributes:
-        kv_path: where config.json keeps the number of KV heads, from the top.
-        blocks: every attention block whose tensors follow that number, in the order of the layers.
+        settings: where config.json keeps numbers of KV heads, and what they are; nearly always one.
+        blocks: every attention block whose tensors follow those numbers, in the order of the layers.
         initializer_range: standard deviation of fresh weights.
+        caches_all_heads: it repeats the KV heads before it caches them, so fewer of them save weights, not cache.
+        notes: what is not exact about merging this type's heads, or gains less than one expects; one sentence each.
     """
 
     model_type: str
     model_class: type[PreTrainedModel]
-    kv_path: tuple[str, ...]
+    settings: tuple[KvSetting, ...]
     query_heads: int
     kv_heads: int
     initializer_range: float
     blocks: tuple[Block, ...]
+    caches_all_heads: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_path(self) -> tuple[str, ...]:
+        """Where config.json keeps the (first) number of KV heads, from the top."""
+        return self.settings[0].path
+
+    def cached_heads(self, kv_heads: int) -> int:
+        """Heads that the cache holds for a layer with ``kv_heads`` KV heads."""
+        return self.query_heads if self.caches_all_heads else kv_heads
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Heads as the config class resolves them (a missing key means another number in nearly every class)."""
+    """Heads as the config class resolves them (a missing key means another number in nearly every class).
+
+    ``caches_all_heads``: the class repeats the KV heads before it caches them.
+    """
 
     query_heads: int
-    kv_heads: int
-    kv_path: tuple[str, ...]
+    settings: tuple[KvSetting, ...]
+    caches_all_heads: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.settings[0].heads
+
+    @property
+    def kv_path(self) -> tuple[str, ...]:
+        return self.settings[0].path
 
 
 def head_counts(config: dict[str, Any]) -> HeadCounts:
@@ -73,17 +120,15 @@ def head_counts(config: dict[str, Any]) -> HeadCounts:
     _refuse_by_row(model_type)
     _refuse_per_layer(config)
     resolved = resolved_config(_without_null(config))
-    text = resolved.get_text_config(decoder=True)
     _refuse_latent(resolved, model_type)
-    heads = getattr(text, "num_attention_heads", None)
-    key = (getattr(type(text), "attribute_map", None) or {}).get(KV_KEY, KV_KEY)
-    kv_heads = getattr(text, KV_KEY, None)
-    if not isinstance(heads, int) or (kv_heads is None and not hasattr(text, KV_KEY)):
+    query_heads, settings = kv_settings(config, resolved)
+    if not settings:
         raise no_setting(model_type)
-    if heads < 1 or (getattr(text, "num_hidden_layers", None) or 1) < 1:
+    text = resolved.get_text_config(decoder=True)
+    if query_heads < 1 or (getattr(text, "num_hidden_layers", None) or 1) < 1:
         raise CheckpointError("config.json asks for a model without heads or without layers.", "Repair config.json.")
-    path = (*_place(config, resolved, text), key)
-    return HeadCounts(heads, heads if kv_heads is None or _is_null(config, path) else int(kv_heads), path)
+    caches_all_heads = model_type == "falcon" and bool(resolved.new_decoder_architecture)
+    return HeadCounts(query_heads, settings, caches_all_heads)
 
 
 def group_counts(kv_heads: int) -> list[int]:
@@ -91,13 +136,18 @@ def group_counts(kv_heads: int) -> list[int]:
     return [groups for groups in range(1, kv_heads + 1) if kv_heads % groups == 0]
 
 
-def check_groups(groups: int, kv_heads: int) -> None:
-    """Refuse a number of groups that does not divide.
+def setting_counts(setting: KvSetting) -> list[int]:
+    """Every number of groups that config.json can say for this setting."""
+    return sorted({1, setting.heads}) if setting.switch else group_counts(setting.heads)
+
+
+def check_groups(groups: int, kv_heads: int, counts: list[int] | None = None) -> None:
+    """Refuse a number of groups that is not possible: one that does not divide, or none of ``counts`` where given.
 
     Raises:
-        UsageError: with the numbers that do.
+        UsageError: with the numbers that are.
     """
-    counts = group_counts(kv_heads)
+    counts = group_counts(kv_heads) if counts is None else counts
     if groups in counts:
         return
     choices = ", ".join(map(str, counts)) if len(counts) > 2 else f"only {' or '.join(map(str, counts))}"
@@ -114,49 +164,68 @@ def find_family(checkpoint: Checkpoint, groups: int) -> Family:
         UnsupportedError: the checkpoint cannot be converted correctly.
         CheckpointError: config.json and the tensors contradict each other.
     """
-    _refuse_quantised(checkpoint)
+    refuse_quantised(checkpoint)
+    model_type = known_type(checkpoint.config)
     counts = head_counts(checkpoint.config)
-    check_groups(groups, counts.kv_heads)
+    for setting in counts.settings:
+        check_groups(groups, setting.heads, setting_counts(setting))
     cls = model_class(checkpoint.config)
-    blocks: tuple[Block, ...] = ()
-    if counts.kv_heads > 1:
-        fewer = groups if groups < counts.kv_heads else 1
-        many = build(cls, with_kv_heads(checkpoint.config, counts.kv_path, counts.kv_heads))
-        few = build(cls, with_kv_heads(checkpoint.config, counts.kv_path, fewer))
-        blocks = find_blocks(checkpoint, many, few, counts.query_heads, counts.kv_heads, fewer)
-        if not blocks:
-            raise no_setting(known_type(checkpoint.config), cls.__name__)
+    blocks = _find_blocks(checkpoint, cls, counts, groups)
     text = resolved_config(_without_null(checkpoint.config)).get_text_config(decoder=True)
     spread = getattr(text, "initializer_range", None)
     return Family(
-        known_type(checkpoint.config),
+        model_type,
         cls,
-        counts.kv_path,
+        counts.settings,
         counts.query_heads,
         counts.kv_heads,
         float(spread) if isinstance(spread, (int, float)) else 0.02,
         blocks,
+        counts.caches_all_heads,
+        tuple(_notes(model_type, blocks, checkpoint, counts.caches_all_heads)),
     )
 
 
-def with_kv_heads(config: dict[str, Any], path: tuple[str, ...], kv_heads: int) -> dict[str, Any]:
-    """A copy of config.json's contents with another number of KV heads."""
-    edited = copy.deepcopy(config)
-    place = edited
-    for key in path[:-1]:
-        place = place.setdefault(key, {})
-    place[path[-1]] = kv_heads
-    return edited
-
-
-def _place(config: dict[str, Any], resolved: PretrainedConfig, text: PretrainedConfig) -> tuple[str, ...]:
-    """The sub-config of config.json that describes the text decoder; () when it is the top level."""
-    if text is resolved:
+def _find_blocks(
+    checkpoint: Checkpoint, cls: type[PreTrainedModel], counts: HeadCounts, groups: int
+) -> tuple[Block, ...]:
+    """The class with the source's KV heads against the class with one of its settings lowered, for each setting."""
+    lowered = [setting for setting in counts.settings if setting.heads > 1]
+    if not lowered:
         return ()
-    for name in type(resolved).sub_configs:
-        if getattr(resolved, name, None) is text and isinstance(config.get(name), dict):
-            return (name,)
-    raise UnsupportedError("config.json does not show where the settings of the text decoder are.")
+    config = with_kv_heads(checkpoint.config, counts.settings)
+    many, blocks = build(cls, config), list[Block]()
+    fused = FUSED_LAYOUTS.get(known_type(checkpoint.config))
+    for setting in lowered:
+        fewer = groups if groups < setting.heads else setting_counts(setting)[-2]
+        few = build(cls, with_kv_heads(config, [setting], fewer))
+        found = find_blocks(checkpoint, many, few, Numbers(counts.query_heads, setting.heads, fewer), fused)
+        if not found and len(lowered) == 1:
+            raise no_setting(known_type(checkpoint.config), cls.__name__)
+        blocks.extend(found)
+    refuse_left_behind(many, [block.module for block in blocks])
+    return in_order(many, blocks)
+
+
+def _notes(model_type: str, blocks: tuple[Block, ...], checkpoint: Checkpoint, caches_all_heads: bool) -> Iterator[str]:
+    if caches_all_heads:
+        yield f"{model_type} caches every query head whatever its KV heads: this saves weights, but no KV cache"
+    roles = {role for block in blocks for role in block.roles()}
+    if any(full_width_norm(block, checkpoint) for block in blocks):
+        yield (
+            "one norm spans all key heads, so merging keys is approximate: their directions are merged exactly, "
+            "their size is set right for the average input"
+        )
+    if roles & {"k_conv", "k_taps"}:
+        yield "convolutions over keys and values are averaged apart from their rows, which is approximate"
+
+
+def full_width_norm(block: Block, checkpoint: Checkpoint) -> bool:
+    """True when one norm spans all key heads of the block."""
+    return any(
+        stored.layout == "k_norm" and not stored.numbered and len(checkpoint.tensors[stored.names[0]].shape) == 1
+        for stored in block.stored
+    )
 
 
 def _without_null(config: dict[str, Any]) -> dict[str, Any]:
@@ -166,13 +235,6 @@ def _without_null(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if not (key == KV_KEY and value is None)
     }
-
-
-def _is_null(config: dict[str, Any], path: tuple[str, ...]) -> bool:
-    place: Any = config
-    for key in path[:-1]:
-        place = place.get(key, {})
-    return path[-1] in place and place[path[-1]] is None
 
 
 def no_setting(model_type: str, class_name: str | None = None) -> UnsupportedError:
@@ -193,6 +255,10 @@ def _refuse_per_layer(config: dict[str, Any]) -> None:
     """Counts that differ from layer to layer would need one G per layer, which no class here can load."""
     for key, value in config.items():
         names_kv_heads = re.search(r"(num|n)_(key_value|kv)_heads|num_query_groups", key)
+        if isinstance(value, dict) and key.endswith("_config"):
+            _refuse_per_layer(value)
+        if key == "num_global_key_value_heads" and value is not None and config.get("attention_k_eq_v"):
+            raise _per_layer(key)
         if key in ("per_layer_config", "block_configs") and "key_value_heads" in repr(value):
             raise _per_layer(key)
         if names_kv_heads and isinstance(value, (list, dict)):
@@ -211,8 +277,12 @@ def _refuse_latent(resolved: PretrainedConfig, model_type: str) -> None:
         )
 
 
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
-    """The numbers of a quantised tensor are codes; their average means nothing."""
+def refuse_quantised(checkpoint: Checkpoint) -> None:
+    """The numbers of a quantised tensor are codes; their average means nothing.
+
+    Raises:
+        UnsupportedError: the checkpoint is quantised.
+    """
     hint = "Convert the checkpoint it was quantised from, and quantise the result."
     if checkpoint.config.get("quantization_config"):
         raise UnsupportedError("This checkpoint is quantised (quantization_config in config.json).", hint)

@@ -57,6 +57,7 @@ def fold_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
         value_combine_mDD,
         value_expand_mDD,
         balanced=not attention.keys_normed,
+        sharpened=not attention.keys_normed,
     )
 
 

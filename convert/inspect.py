@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..checkpoint.source import Checkpoint
-from .families import find_family, group_counts, head_counts, no_setting, with_kv_heads
+from .families import HeadCounts, find_family, head_counts, no_setting, setting_counts
 from .folding import predicted_loss
 from .methods import MethodContext
-from .run import read_attention
+from .projections import read_attention
+from .rewrites.routes import rewritten, route_of, target_config
+from .serving import SIZES, STACKS, placement, slow_kernels
+from .settings import with_kv_heads
 from .shapes import build, known_type, model_class
 from .statistics import Statistics
 
 
 @dataclass(frozen=True)
-class CacheRow:
-    """KV cache of one sequence at one number of groups, all layers together."""
+class GroupRow:
+    """What one number of groups means.
+
+    Attributes:
+        bytes_per_token: KV cache of one sequence, all layers together.
+        queries_per_head: query heads that share one KV head.
+        devices: serving stack → number of devices → ``even``, ``copied`` (KV heads on several devices) or ``refused``.
+        slow_kernels: stacks without a decoding kernel of their own for ``queries_per_head``.
+    """
 
     groups: int
     bytes_per_token: int
     bytes_per_1000_tokens: int
     share_of_source: float
+    queries_per_head: int
+    devices: dict[str, dict[int, str]]
+    slow_kernels: list[str]
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,8 @@ class Inspection:
 
     Attributes:
         dtype: of the cache: that of config.json.
-        cache: one row for every number of groups that divides the KV heads, largest first.
+        cache: one row for every possible number of groups, largest first.
+        route: as what the checkpoint is rewritten, and where that runs; None where its own type is kept.
     """
 
     model_type: str
@@ -46,59 +61,124 @@ class Inspection:
     head_dim: int
     parameters: int
     dtype: str
-    cache: list[CacheRow]
+    cache: list[GroupRow]
+    route: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 
 
-def inspect_checkpoint(source: str | Path, *, revision: str | None = None) -> Inspection:
+def inspect_checkpoint(
+    source: str | Path, *, revision: str | None = None, device_counts: Sequence[int] = SIZES
+) -> Inspection:
     """Look at a checkpoint through its config.json; no weights need to be there.
 
     The class is built on the meta device with K KV heads and with one: the projections whose rows differ are those of
-    K and V, and their rows are what the cache holds of each token.
+    K and V, and what they differ by is what the cache holds of each token for each head.
+
+    Args:
+        device_counts: sizes of tensor parallelism to judge.
 
     Raises:
         UnsupportedError: the type is unknown or has no KV-head setting.
     """
-    config = Checkpoint.open(source, revision=revision, weights=False).config
+    checkpoint = Checkpoint.open(source, revision=revision, weights=False)
+    route = route_of(checkpoint.config)
+    config = checkpoint.config if route is None else target_config(checkpoint, route, tied=False)
     counts = head_counts(config)
     cls = model_class(config)
-    many = build(cls, with_kv_heads(config, counts.kv_path, counts.kv_heads))
-    few = dict(build(cls, with_kv_heads(config, counts.kv_path, 1)).named_parameters())
-    changed = {
-        name: weight.shape[0]
-        for name, weight in many.named_parameters()
-        if name.endswith("weight") and weight.dim() == 2 and weight.shape != few[name].shape
-    }
-    if counts.kv_heads > 1 and not changed:
+    many = build(cls, with_kv_heads(config, counts.settings))
+    rows = _projections(cls, config, counts, many)
+    if not rows:
         raise no_setting(known_type(config), cls.__name__)
     dtype = _dtype(config)
-    elements = sum(changed.values()) if counts.kv_heads > 1 else _single_head_elements(many)
+    keys = [projection for name, projection in rows.items() if not name.endswith(".v_proj")]
     return Inspection(
-        model_type=known_type(config),
-        model_class=cls.__name__,
+        model_type=known_type(checkpoint.config),
+        model_class=model_class(checkpoint.config).__name__,
         query_heads=counts.query_heads,
         kv_heads=counts.kv_heads,
-        attention_layers=len({name.rpartition(".k_proj")[0] for name in changed if ".k_proj" in name}),
-        head_dim=next(iter(changed.values()), 0) // counts.kv_heads,
+        attention_layers=len(keys),
+        head_dim=keys[0].rows // keys[0].parts,
         parameters=sum(weight.numel() for weight in many.parameters()),
         dtype=str(dtype).removeprefix("torch."),
         cache=[
-            _cache_row(elements * groups // counts.kv_heads * dtype.itemsize, groups, counts.kv_heads)
-            for groups in reversed(group_counts(counts.kv_heads))
+            _group_row(
+                list(rows.values()),
+                lambda heads: counts.query_heads if counts.caches_all_heads else heads,
+                counts.query_heads,
+                counts.kv_heads,
+                groups,
+                dtype.itemsize,
+                device_counts,
+            )
+            for groups in reversed(setting_counts(counts.settings[0]))
         ],
+        route=None if route is None else route.describe(),
     )
 
 
-def _single_head_elements(model: torch.nn.Module) -> int:
-    """Rows of all k and v projections of a model that has one KV head already."""
-    sides = (".k_proj.weight", ".v_proj.weight")
-    return sum(weight.shape[0] for name, weight in model.named_parameters() if name.endswith(sides))
+@dataclass(frozen=True)
+class _Projection:
+    """``rows`` that each of ``heads`` KV heads has in a k, v or fused projection, which holds one or both ``parts``."""
+
+    heads: int
+    rows: int
+    parts: int
 
 
-def _cache_row(bytes_per_token: int, groups: int, kv_heads: int) -> CacheRow:
-    return CacheRow(groups, bytes_per_token, 1000 * bytes_per_token, groups / kv_heads)
+def _projections(
+    cls: type[PreTrainedModel], config: dict[str, Any], counts: HeadCounts, here: torch.nn.Module
+) -> dict[str, _Projection]:
+    """Projection → its rows per KV head; ``here`` is the class with the checkpoint's own number."""
+    few = build(cls, with_kv_heads(config, counts.settings, 1))
+    rows = _rows_per_head(here, few, counts.kv_heads)
+    if rows or counts.kv_heads > 1 or counts.query_heads == 1:
+        return rows
+    # one KV head in a fused projection: only beside a class with more is its share seen
+    every = build(cls, with_kv_heads(config, counts.settings, counts.query_heads))
+    found = _rows_per_head(every, few, counts.query_heads)
+    return {name: replace(projection, heads=1) for name, projection in found.items()}
+
+
+def _rows_per_head(many: torch.nn.Module, few: torch.nn.Module, kv_heads: int) -> dict[str, _Projection]:
+    """Projection → its rows per KV head, from the class at ``kv_heads`` and at one."""
+    small = {name: weight.shape for name, weight in few.named_parameters()}
+    found = {}
+    for name, weight in many.named_parameters():
+        stem = name.removesuffix(".weight").removesuffix(".linear")
+        if not name.endswith(".weight") or weight.dim() != 2 or "norm" in name:
+            continue
+        if stem.endswith((".k_proj", ".v_proj")):
+            if weight.shape != small[name] or kv_heads == 1:
+                found[stem] = _Projection(weight.shape[0] // small[name][0], small[name][0], 1)
+        elif weight.shape != small[name]:
+            found[stem] = _Projection(kv_heads, (weight.shape[0] - small[name][0]) // (kv_heads - 1), 2)
+    return found
+
+
+def _group_row(
+    projections: list[_Projection],
+    cached_heads: Callable[[int], int],
+    query_heads: int,
+    kv_heads: int,
+    groups: int,
+    itemsize: int,
+    device_counts: Sequence[int],
+) -> GroupRow:
+    bytes_per_token = itemsize * sum(cached_heads(min(groups, one.heads)) * one.rows for one in projections)
+    devices = {
+        stack.name: {size: placement(stack, query_heads, groups, size) for size in device_counts} for stack in STACKS
+    }
+    return GroupRow(
+        groups=groups,
+        bytes_per_token=bytes_per_token,
+        bytes_per_1000_tokens=1000 * bytes_per_token,
+        share_of_source=groups / kv_heads,
+        queries_per_head=query_heads // groups,
+        devices=devices,
+        slow_kernels=slow_kernels(query_heads, groups),
+    )
 
 
 def _dtype(config: dict[str, Any]) -> torch.dtype:
@@ -135,7 +215,7 @@ def predict_damage(
         UsageError: a number of groups that does not divide, or statistics of another checkpoint.
         UnsupportedError: a layer whose queries cannot be rewritten.
     """
-    checkpoint = Checkpoint.open(source, revision=revision)
+    checkpoint = rewritten(Checkpoint.open(source, revision=revision), min(groups))
     families = {wanted: find_family(checkpoint, wanted) for wanted in groups}
     moments = Statistics.open(statistics)
     family = families[groups[0]]

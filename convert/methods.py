@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .alignment import aligned
+from .alignment import aligned, aligned_and_rescaled
 from .folding import folded
 from .heads import Attention
 
@@ -117,5 +117,6 @@ METHODS: dict[str, Method] = {
     "first": _from_pool(pool_first, "keep the first head of a group"),
     "random": _from_pool(pool_random, "start each group from fresh random weights (a baseline)"),
     "aligned": Method(aligned, "turn the heads of a group towards each other first, then average"),
+    "aligned+rescale": Method(aligned_and_rescaled, "the same, then give the average its members' mean norm"),
     "folded": Method(folded, "the shared head that loses least, its basis folded into queries and outputs"),
 }

@@ -9,13 +9,19 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from ..checkpoint.shards import resharded
 from ..checkpoint.source import Checkpoint
+from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor
 from ..console import human_bytes
 from ..errors import UnsupportedError, UsageError
 from .config import with_number
-from .families import Family, find_family
+from .families import Family, find_family, refuse_quantised
+from .freedom import freedom
 from .methods import METHODS, Method
+from .rewrites.checkpoint import RewrittenCheckpoint
+from .rewrites.routes import rewritten
+from .settings import present
 
 GROUPINGS = ("contiguous", "similarity")
 
@@ -25,7 +31,8 @@ class Action:
     """The fate of one tensor of the source.
 
     Attributes:
-        kind: ``copy`` its bytes, ``merge`` its KV heads, or ``replace`` its values by others of the same shape.
+        kind: ``copy`` its bytes, ``compute`` it from the source's where the type changes, ``merge`` its KV heads,
+            ``replace`` its values by others of the same shape, or ``drop`` it, when its KV head is no more.
         shape: in the result.
     """
 
@@ -41,6 +48,7 @@ class Plan:
     Attributes:
         actions: source tensor → what becomes of it; every tensor of the source is here.
         config_text: config.json of the result.
+        max_shard_bytes: size of the result's weight files; None keeps the boundaries of the source's.
     """
 
     source: Checkpoint
@@ -50,6 +58,7 @@ class Plan:
     grouping: str
     actions: dict[str, Action]
     config_text: str
+    max_shard_bytes: int | None = None
 
     @property
     def method(self) -> Method:
@@ -58,24 +67,32 @@ class Plan:
     @property
     def changes(self) -> bool:
         """False when there are as many groups as KV heads: then every byte is copied."""
-        return self.groups != self.family.kv_heads
+        return any(setting.heads != self.groups for setting in self.family.settings)
 
     @property
     def rewrites_queries(self) -> bool:
         """True when q and o change as well as k and v."""
         return self.changes and (self.method.rewrites_queries or self.grouping != "contiguous")
 
+    @property
+    def rewrite(self) -> RewrittenCheckpoint | None:
+        """The source as another type, where its own has no KV-head setting."""
+        return self.source if isinstance(self.source, RewrittenCheckpoint) else None
+
     def out_files(self) -> list[OutFile]:
-        """The weight files of the result: the same names, the same tensors in the same order."""
+        """The weight files of the result: the same names, the same tensors in the same order, none without tensors."""
         files = []
         for file, header in self.source.headers.items():
             tensors = [
                 OutTensor(info.name, info.dtype, action.shape, info if action.kind == "copy" else None)
                 for info in header.tensors
                 for action in (self.actions[info.name],)
+                if action.kind != "drop"
             ]
-            files.append(OutFile(file.relative_to(self.source.folder), tuple(tensors), header.metadata))
-        return files
+            path = safetensors_name(file.relative_to(self.source.folder))
+            if tensors:
+                files.append(OutFile(path, tuple(tensors), header.metadata))
+        return files if self.max_shard_bytes is None else resharded(files, self.max_shard_bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -87,26 +104,40 @@ class Plan:
         total = 0
         for block in self.family.blocks:
             info = self.source.tensors[block.k]
-            total += kv_heads * (block.head_dim + block.value_dim) * (info.nbytes // math.prod(info.shape))
+            heads = self.family.cached_heads(min(kv_heads, block.kv_heads))
+            total += heads * (block.head_dim + block.value_dim) * (info.nbytes // math.prod(info.shape))
         return total
 
     def _cache_sizes(self) -> tuple[str, str]:
-        before, after = (self.kv_bytes_per_token(heads) for heads in (self.family.kv_heads, self.groups))
+        most = max(setting.heads for setting in self.family.settings)
+        before, after = (self.kv_bytes_per_token(heads) for heads in (most, self.groups))
         return human_bytes(before), human_bytes(after)
+
+    def freedom(self) -> list[str]:
+        """What the method turns in the heads, once for each kind of block; nothing for a method that turns nothing."""
+        if not self.changes or not self.method.rewrites_queries:
+            return []
+        return list(dict.fromkeys(freedom(block, self.method_name) for block in self.family.blocks))
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows (what, source, result) for a table."""
         counts = Counter(action.kind for action in self.actions.values())
-        before, after = self.family.kv_heads, self.groups
+        before, after, made = self.family.kv_heads, self.groups, self.family.model_type
+        settings = self.family.settings
+        kept = ("tensors copied", str(len(self.actions)), str(counts["copy"]))
+        if self.rewrite:
+            kept = (f"tensors written as {made}", "", str(counts["compute"]))
         return [
-            ("model type", self.family.model_type, self.family.model_type),
+            ("model type", self.rewrite.source_type if self.rewrite else made, made),
             (f"KV heads of {self.family.query_heads} query heads", str(before), str(after)),
             ("weights", human_bytes(self.source.weight_bytes), human_bytes(self.weight_bytes)),
             ("KV cache per token", *self._cache_sizes()),
-            ("tensors copied", str(len(self.actions)), str(counts["copy"])),
+            kept,
             (f"tensors merged ({self.method_name})", "", str(counts["merge"])),
             ("tensors rewritten", "", str(counts["replace"])),
-            (f"config.json: {'.'.join(self.family.kv_path)}", str(before), str(after)),
+            *(("turned in the heads", "", found) for found in self.freedom()),
+            *([("tensors dropped", "", str(counts["drop"]))] if counts["drop"] else []),
+            *((f"config.json: {'.'.join(one.path)}", one.shown(one.heads), one.shown(after)) for one in settings),
         ]
 
 
@@ -128,26 +159,41 @@ def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping
         raise UsageError(f"There is no method {method}.", f"Methods: {', '.join(METHODS)}.")
     if grouping not in GROUPINGS:
         raise UsageError(f"There is no grouping {grouping}.", f"Groupings: {', '.join(GROUPINGS)}.")
+    refuse_quantised(source)
+    source = rewritten(source, groups)
     family = find_family(source, groups)
-    actions = {name: Action("copy", name, info.shape) for name, info in source.tensors.items()}
-    if groups != family.kv_heads:
+    kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
+    actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
+    if any(setting.heads != groups for setting in family.settings):
         rewrites = METHODS[method].rewrites_queries or grouping != "contiguous"
         _plan_blocks(source, family, groups, method, rewrites, actions)
-    config_text = with_number(source.config_text, family.kv_path, groups, "num_attention_heads")
-    return Plan(source, family, groups, method, grouping, actions, config_text)
+    return Plan(source, family, groups, method, grouping, actions, _edited_config(source, family, groups))
+
+
+def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:
+    text = source.config_text
+    for setting in family.settings:
+        for path in dict.fromkeys((setting.path, *present(source.config, setting.mirrors))):
+            text = with_number(text, path, setting.value(groups), "num_attention_heads")
+    return text
 
 
 def _plan_blocks(
     source: Checkpoint, family: Family, groups: int, method: str, rewrites: bool, actions: dict[str, Action]
 ) -> None:
     for block in family.blocks:
+        if block.kv_heads == groups:
+            continue
         if rewrites and block.rewritable is not None:
             raise UnsupportedError(
                 f"{method} would not be exact for {family.model_type}: {block.rewritable}.",
                 "Use --method mean with contiguous groups.",
             )
-        for name in block.merged:
-            rows, *rest = source.tensors[name].shape
-            actions[name] = Action("merge", name, (rows // family.kv_heads * groups, *rest))
+        for stored in block.stored:
+            shape = source.tensors[stored.names[0]].shape
+            merged = stored.merged_shape(shape, family.query_heads, block.kv_heads, groups)
+            for place, name in enumerate(stored.names):
+                kind = "drop" if stored.numbered and place >= groups else "merge"
+                actions[name] = Action(kind, name, merged)
         for name in block.rewritten if rewrites else ():
             actions[name] = Action("replace", name, source.tensors[name].shape)

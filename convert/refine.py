@@ -7,9 +7,8 @@ Letters of shapes: N blocks of text, B blocks at once, T tokens of a block, C hi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,60 +17,12 @@ from torch import Tensor, nn
 
 from .. import console
 from ..console import Advance
-from ..errors import DataError
-from .calibration import attention_modules
-from .layers import Layer, decoder_layers, first_inputs, first_tensor, in_float32, mapped
-
-_HELD_OUT = 16
-"""One block in so many measures the error and is not fitted to."""
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
-
-
-@dataclass(frozen=True)
-class RefineSettings:
-    """How each block is fitted.
-
-    Attributes:
-        steps: AdamW steps per layer.
-        learning_rate: at the start, after the warm-up; it falls to zero as a cosine.
-        batch_tokens: about how many tokens a step sees.
-        seed: of the order of the text.
-    """
-
-    steps: int = 200
-    learning_rate: float = 2e-3
-    batch_tokens: int = 4096
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class LayerFit:
-    """What refinement did to one layer: mean squared error of the target on held-out text, per unit of its variance."""
-
-    layer: int
-    error_before: float
-    error_after: float
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What to fit in one layer: ``call(inputs) → targets``.
-
-    Attributes:
-        weights_NT: of each token's error, one over the mean square of the stream there: the next norm divides by it.
-        variance: weighted mean square of what the source's block adds, the unit of the error.
-    """
-
-    call: Callable[[Tensor], Tensor]
-    inputs_NTC: Tensor
-    targets_NTC: Tensor
-    weights_NT: Tensor
-    variance: float
-
-    def error(self, found_BTC: Tensor, which: slice | Tensor) -> Tensor:
-        """Weighted mean squared error of blocks ``which``, per unit of variance."""
-        targets_BTC, weights_BT = (part[which].to(found_BTC.device) for part in (self.targets_NTC, self.weights_NT))
-        return ((found_BTC - targets_BTC).square().mean(-1) * weights_BT).mean() / self.variance
+from ..errors import DataError, UnsupportedError
+from .blocks import OUTPUTS
+from .calibration import input_projections
+from .fit import RefineSettings, Task, fit, learning_only
+from .layers import Layer, decoder_layers, first_inputs, first_tensor, held, mapped
+from .work import LayerFit, RefineWork
 
 
 def refine_layers(
@@ -79,47 +30,49 @@ def refine_layers(
     converted: Any,
     blocks_NT: Tensor,
     settings: RefineSettings,
+    work: RefineWork,
     *,
-    modules: Sequence[str] | None = None,
+    readers: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerFit]:
-    """Fit q, k, v and o of every layer of ``converted``, in place.
+    """Fit q, k, v and o of every layer of ``converted``.
 
-    One layer of each model is on ``device`` in float32 at a time; results are rounded to the model's dtype.
+    One layer of one model is on ``device`` in float32 at a time; the two models' states rest in files. Fitted tensors
+    go to ``work``, rounded to the dtype in which they are stored; a model in memory holds them as well.
 
     Args:
-        source: the model to follow; it is not changed.
-        converted: the same model with fewer KV heads, in any state of repair.
+        source: the model to follow; it is not changed. Its weights may rest on disk.
+        converted: the same model with fewer KV heads, in any state of repair. Its weights may rest on disk.
         blocks_NT: calibration text as token ids, without padding. Blocks should be as long as what the model will
             read: attention over longer distances is not fitted.
-        modules: the attention modules in layer order; default: those with q, k and v projections.
+        work: where it goes on, after the layers that are finished.
+        readers: the modules whose input is the attention's, in layer order; default: the q projections that stand
+            beside k and v projections.
+
+    Returns:
+        What was done to each layer with attention, the layers of earlier calls included.
+
+    Raises:
+        DataError: too little text.
+        UnsupportedError: the model's layers are no plain chain.
     """
-    place = torch.device(device)
-    names = list(modules) if modules is not None else attention_modules(converted)
-    batch = max(settings.batch_tokens // blocks_NT.shape[1], 1)
+    names = list(readers) if readers is not None else input_projections(converted)
+    batch = max(settings.batch_tokens // blocks_NT.shape[1], 2)
     blocks_NT = _whole_batches(blocks_NT, batch)
-    originals = decoder_layers(source, names, blocks_NT[:batch])
-    layers = decoder_layers(converted, names, blocks_NT[:batch])
-    wanted_NTC, h_NTC = (
-        first_inputs(source, originals[0], blocks_NT, batch),
-        first_inputs(converted, layers[0], blocks_NT, batch),
-    )
-    fits = []
+    originals, layers = (decoder_layers(model, names, blocks_NT[:batch]) for model in (source, converted))
+    walk = _Walk(work, settings, batch, torch.device(device), (*blocks_NT.shape, layers[0].hidden))
+    if work.layer is None:
+        work.start(*walk.shape)
+        first_inputs(source, originals[0], blocks_NT, batch, walk.states("source", 0))
+        first_inputs(converted, layers[0], blocks_NT, batch, walk.states("converted", 0))
+        work.finish(-1)
+    elif work.fits:
+        console.info(f"{len(work.fits)} of {len(names)} layers are refined already.")
     with console.progress("refinement", len(names) * settings.steps) as advance:
-        for index, (original, layer) in enumerate(zip(originals, layers, strict=True)):
-            with in_float32(original.module, place), in_float32(layer.module, place) as dtype:
-                if layer.attention is None:
-                    wanted_NTC = mapped(original, wanted_NTC, batch, place)
-                else:
-                    task, wanted_NTC = _task(original, layer, wanted_NTC, h_NTC, batch, place)
-                    parameters = _projections(layer.attention_module)
-                    with _learning_only(layer.module, parameters):
-                        before, after = _fit(parameters, task, settings, batch, place, advance)
-                    for parameter in parameters:  # the next layer sees what will be stored
-                        parameter.data = parameter.data.to(dtype).float()
-                    fits.append(LayerFit(index, before, after))
-                h_NTC = mapped(layer, h_NTC, batch, place)
-    return fits
+        advance(len(work.fits) * settings.steps)
+        for index in range(work.layer or 0, len(layers)):
+            walk.step(index, originals[index], layers[index], advance)
+    return work.fits
 
 
 def _whole_batches(blocks_NT: Tensor, batch: int) -> Tensor:
@@ -128,162 +81,142 @@ def _whole_batches(blocks_NT: Tensor, batch: int) -> Tensor:
     if whole < 2 * batch:
         raise DataError(
             f"Refinement got {blocks_NT.numel()} tokens of text, fewer than two steps of {batch * blocks_NT.shape[1]}.",
-            "Give it more calibration text.",
+            "Give it more calibration text, or --refine 0.",
         )
     return blocks_NT[:whole]
 
 
-def _task(
-    original: Layer, layer: Layer, wanted_NTC: Tensor, h_NTC: Tensor, batch: int, place: torch.device
-) -> tuple[_Task, Tensor]:
-    """The task of one layer, and the source's states after it.
+class _Walk:
+    """Goes from layer to layer; the states before each are in ``work``."""
 
-    Where the stream after the attention block is its input plus the block's output, the block alone is fitted to that
-    stream. In any other arrangement (parallel blocks, norms after the block) the layer's output is fitted as a whole.
+    def __init__(
+        self, work: RefineWork, settings: RefineSettings, batch: int, device: torch.device, shape: tuple[int, int, int]
+    ) -> None:
+        self.work, self.settings, self.batch, self.device, self.shape = work, settings, batch, device, shape
+
+    def states(self, kind: str, layer: int) -> Tensor:
+        return self.work.states(kind, layer, self.shape)
+
+    def step(self, index: int, original: Layer, layer: Layer, advance: Advance) -> None:
+        """Bring both models' states past one layer, and fit the converted one where it has attention."""
+        with held(original, self.device) as (here, _):
+            target = self._follow(index, here)
+        found, tensors = None, dict[str, Tensor]()
+        with held(layer, self.device) as (here, stored):
+            if target is not None:
+                task = target.task(here, self.states("converted", index), self.batch, self.device)
+                parameters = projections(here.attention_module, here.reads)
+                with learning_only(here.module, list(parameters.values())):
+                    found = LayerFit(index, *fit(list(parameters.values()), task, self.settings, advance))
+                for name, parameter in parameters.items():
+                    tensors[name] = parameter.detach().to(stored[parameter])
+                    parameter.data = tensors[name].float()  # the next layer sees what will be stored
+            mapped(
+                here,
+                self.states("converted", index),
+                self.states("converted", index + 1),
+                self.batch,
+                self.device,
+            )
+        self.work.finish(index, found, tensors)
+
+    @torch.no_grad()
+    def _follow(self, index: int, original: Layer) -> Target | None:
+        """Run one layer of the source; what its attention block is wanted to give, or None where it has none."""
+        wanted_NTC, after_NTC = self.states("source", index), self.states("source", index + 1)
+        if original.reader is None:
+            mapped(original, wanted_NTC, after_NTC, self.batch, self.device)
+            return None
+        h_NTC, targets_NTC = self.states("converted", index), self.states("target", index)
+        plain = _adds(original, wanted_NTC[: self.batch].to(self.device))
+        weights, variances = [], []
+        for wanted_BTC, after_BTC, h_BTC, targets_BTC in zip(
+            *(states.split(self.batch) for states in (wanted_NTC, after_NTC, h_NTC, targets_NTC)), strict=True
+        ):
+            given_BTC = wanted_BTC.to(self.device)
+            added_BTC, result_BTC = _run(original, given_BTC)
+            after_BTC.copy_(result_BTC)
+            stream_BTC = given_BTC + added_BTC if plain else result_BTC
+            weights_BT = 1 / _mean_square(stream_BTC).clamp_min(torch.finfo(torch.float32).tiny)
+            variances.append((_mean_square(stream_BTC - given_BTC) * weights_BT).mean().item())
+            weights.append(weights_BT.cpu())
+            targets_BTC.copy_(stream_BTC - h_BTC.to(self.device) if plain else stream_BTC)
+        return Target(targets_NTC, torch.cat(weights), sum(variances) / len(variances), plain)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the source does in one layer, for the converted layer to be fitted to.
+
+    Attributes:
+        weights_NT, variance: see :class:`headfold.convert.fit.Task`.
+        plain: the stream after the attention block is its input plus the block's output, and the targets are outputs
+            that lead to the source's stream. Otherwise (parallel blocks, norms after the block) they are the layer's.
     """
-    added_NTC, after_NTC, plain = _run_source(original, wanted_NTC, batch, place)
-    if plain:
-        call, inputs_NTC = _attention_call(layer, h_NTC, batch, place)
-        stream_NTC = wanted_NTC + added_NTC
-    else:
-        call, inputs_NTC = layer, h_NTC
-        stream_NTC, added_NTC = after_NTC, after_NTC - wanted_NTC
-    weights_NT = 1 / _mean_square(stream_NTC).clamp_min(torch.finfo(torch.float32).tiny)
-    variance = (_mean_square(added_NTC) * weights_NT).mean().item()
-    targets_NTC = stream_NTC.sub_(h_NTC) if plain else stream_NTC
-    return _Task(call, inputs_NTC, targets_NTC, weights_NT, variance), after_NTC
+
+    targets_NTC: Tensor
+    weights_NT: Tensor
+    variance: float
+    plain: bool
+
+    def task(self, layer: Layer, h_NTC: Tensor, batch: int, device: torch.device) -> Task:
+        call = layer.attended if self.plain else layer
+        return Task(call, h_NTC, self.targets_NTC, self.weights_NT, self.variance, batch, device)
 
 
-def _mean_square(x_NTC: Tensor) -> Tensor:
-    norm_NT: Tensor = torch.linalg.vector_norm(x_NTC, dim=-1)
-    return norm_NT.square() / x_NTC.shape[-1]
-
-
-def _run_source(original: Layer, wanted_NTC: Tensor, batch: int, place: torch.device) -> tuple[Tensor, Tensor, bool]:
-    """(what the attention block adds, the layer's output, whether the next module reads input + added)."""
-    added: list[Tensor] = []
+def _adds(original: Layer, wanted_BTC: Tensor) -> bool:
+    """Whether a module of the layer reads its input plus what the attention block puts out."""
     read: list[Tensor] = []
 
-    def keep_added(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        added.append(first_tensor(output).cpu())
-
-    def keep_read(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor):
-            read.append(arguments[0].cpu())
+            read.append(arguments[0])
 
-    handle = original.attention_module.register_forward_hook(keep_added)
-    probes = [child.register_forward_pre_hook(keep_read) for child in original.module.children()]
+    with ExitStack() as probes:
+        for child in original.module.children():
+            probes.callback(child.register_forward_pre_hook(keep).remove)
+        added_BTC, _ = _run(original, wanted_BTC)
+    return any(torch.equal(candidate, wanted_BTC + added_BTC) for candidate in read)
+
+
+def _run(original: Layer, wanted_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the attention block puts out, what the layer puts out)."""
+    added: list[Tensor] = []
+
+    def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        added.append(first_tensor(output))
+
+    handle = original.attention_module.register_forward_hook(keep)
     try:
-        mapped(original, wanted_NTC[:batch], batch, place)
-        stream_BTC = wanted_NTC[:batch] + added.pop()
-        plain = any(torch.equal(candidate, stream_BTC) for candidate in read)
-        for probe in probes:
-            probe.remove()
-        after_NTC = mapped(original, wanted_NTC, batch, place)
-    finally:
-        for registered in (handle, *probes):
-            registered.remove()
-    return torch.cat(added), after_NTC, plain
-
-
-class _Reached(Exception):
-    """The attention block was reached; the rest of the layer is not needed."""
-
-
-def _attention_call(
-    layer: Layer, h_NTC: Tensor, batch: int, place: torch.device
-) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The attention block as a function of its input, and that input for all blocks."""
-    found: list[Tensor] = []
-    named: dict[str, Any] = {}
-
-    def keep(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        found.append((arguments[0] if arguments else given["hidden_states"]).cpu())
-        named.update({name: value for name, value in given.items() if name != "hidden_states"})
-        raise _Reached
-
-    attention = layer.attention_module
-    handle = attention.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        for h_BTC in h_NTC.split(batch):
-            with suppress(_Reached):
-                mapped(layer, h_BTC, batch, place)
+        after_BTC = original(wanted_BTC)
     finally:
         handle.remove()
-    return lambda x_BTC: first_tensor(attention(x_BTC, **named)), torch.cat(found)
+    return added[0], after_BTC
 
 
-def _fit(
-    parameters: list[nn.Parameter],
-    task: _Task,
-    settings: RefineSettings,
-    batch: int,
-    place: torch.device,
-    advance: Advance,
-) -> tuple[float, float]:
-    """AdamW on the projections; where the error on held-out blocks does not fall they stay as they were."""
-    held = max(len(task.inputs_NTC) // _HELD_OUT // batch, 1) * batch
-    fitted = len(task.inputs_NTC) - held
-    start = [parameter.detach().clone() for parameter in parameters]
-    before = _held_out_error(task, fitted, batch, place)
-    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    draw = torch.Generator().manual_seed(settings.seed)
-    order = torch.empty(0, dtype=torch.long)
-    for step in range(settings.steps):
-        if len(order) < batch:
-            order = torch.randperm(fitted, generator=draw)
-        which, order = order[:batch], order[batch:]
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * _schedule(step, settings.steps)
-        optimizer.zero_grad(set_to_none=True)
-        task.error(task.call(task.inputs_NTC[which].to(place)), which).backward()
-        optimizer.step()
-        advance()
-    after = _held_out_error(task, fitted, batch, place)
-    if after < before:
-        return before, after
-    for parameter, value in zip(parameters, start, strict=True):
-        parameter.data = value
-    return before, before
+def _mean_square(x_BTC: Tensor) -> Tensor:
+    norm_BT: Tensor = torch.linalg.vector_norm(x_BTC, dim=-1)
+    return norm_BT.square() / x_BTC.shape[-1]
 
 
-def _schedule(step: int, steps: int) -> float:
-    """Share of the learning rate: a short rise, then a cosine to zero."""
-    return min((step + 1) / max(steps // 20, 1), 0.5 + 0.5 * math.cos(math.pi * step / steps))
+def projections(attention: nn.Module, reads: str) -> dict[str, nn.Parameter]:
+    """The weights and biases of q, k and v, and the weight of the output projection (its bias is nobody's head).
 
+    Args:
+        reads: the projection of the queries, or the one that holds k and v as well.
 
-def _held_out_error(task: _Task, fitted: int, batch: int, place: torch.device) -> float:
-    errors = []
-    with torch.no_grad():
-        for first in range(fitted, len(task.inputs_NTC), batch):
-            which = slice(first, first + batch)
-            errors.append(task.error(task.call(task.inputs_NTC[which].to(place)), which).item())
-    return sum(errors) / len(errors)
+    Returns:
+        Parameters by their names inside the attention module.
 
-
-def _projections(attention: nn.Module) -> list[nn.Parameter]:
-    """The weights and biases of q, k and v, and the weight of the output projection (its bias is nobody's head)."""
-    inputs = [
-        parameter for name in ("q_proj", "k_proj", "v_proj") for parameter in getattr(attention, name).parameters()
-    ]
-    return [*inputs, output_projection(attention).weight]
-
-
-def output_projection(attention: nn.Module) -> Any:
-    """The linear layer that takes the heads' outputs, by the names that classes give it."""
-    return next(getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name))
-
-
-@contextmanager
-def _learning_only(model: nn.Module, learned: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients for ``learned`` alone; afterwards every parameter is as it was."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    model.requires_grad_(False)
-    for parameter in learned:
-        parameter.requires_grad_(True)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-            parameter.grad = None
+    Raises:
+        UnsupportedError: the output projection is not known.
+    """
+    output = next((name for name in OUTPUTS if hasattr(attention, name)), None)
+    if output is None:
+        raise UnsupportedError(
+            f"The output projection of {type(attention).__name__} is not known, so it cannot be refined.",
+            "Convert with --refine 0; uptraining works with every model.",
+        )
+    found = {name.partition("."): value for name, value in attention.named_parameters()}
+    inputs = {"".join(name): value for name, value in found.items() if name[0] in (reads, "k_proj", "v_proj")}
+    return inputs | {"".join(name): value for name, value in found.items() if name[0] == output and value.dim() == 2}

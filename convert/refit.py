@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,15 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.header import TensorInfo, torch_dtype
-from ..checkpoint.load import load_causal_lm
 from ..checkpoint.source import Checkpoint
+from ..errors import UnsupportedError
 from .blocks import Block
-from .refine import LayerFit, RefineSettings, output_projection, refine_layers
+from .calibration import load_for_calibration
+from .fit import RefineSettings
+from .layers import layer_index
+from .refine import projections, refine_layers
+from .shapes import memory_names
+from .work import LayerFit, RefineWork
 
 
 def refine_folder(
@@ -23,47 +31,85 @@ def refine_folder(
     text_NT: Tensor,
     settings: RefineSettings,
     *,
+    work: Path | None = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> list[LayerFit]:
     """Fit the attention of the checkpoint in ``folder`` to ``source``, in place.
 
+    Both models stay on disk where they do not fit into memory together; then one layer of one of them is in memory.
+
     Args:
         source: the checkpoint that ``folder`` was converted from.
-        folder: the converted checkpoint, not yet published: a run that stops half-way leaves it as it was.
-        blocks: its attention blocks, by the names of their tensors on disk.
+        folder: the converted checkpoint, not yet published: it is changed when all layers are fitted.
+        blocks: its attention blocks.
         text_NT: calibration text as token ids, see :func:`headfold.convert.calibration.token_blocks`.
+        work: a folder in which a killed refinement is found again; it stays there. None: a temporary one.
 
     Raises:
         DataError: too little text.
-        UnsupportedError: the model's layers are no plain chain.
+        UnsupportedError: the model's layers are no plain chain, or its projections are not separate tensors.
+        UsageError: ``work`` holds another refinement.
         CheckpointError: one of the two cannot be loaded.
     """
-    teacher, model = (load_causal_lm(place, trust_remote_code=trust_remote_code).eval() for place in (source, folder))
-    fits = refine_layers(teacher, model, text_NT, settings, modules=[block.module for block in blocks], device=device)
-    places = Checkpoint.open(folder).tensors
-    for block in blocks:
-        for name, tensor in _fitted(model, block).items():
-            _overwrite(places[name], tensor)
+    places = Checkpoint.open(folder)
+    original = Checkpoint.open(source)
+    with tempfile.TemporaryDirectory(prefix="headfold-") as name:
+        scratch = Path(name)
+        progress = RefineWork(work or scratch / "work", _identity(original, places, text_NT, settings))
+        models = []
+        for side, checkpoint in (("source", original), ("converted", places)):
+            (scratch / side).mkdir()
+            size = original.weight_bytes + places.weight_bytes
+            model = load_for_calibration(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
+            models.append(model.eval())
+        readers = reading_modules(blocks)
+        targets = {reader: _places(models[1], reader, places) for reader in readers}
+        fits = refine_layers(*models, text_NT, settings, progress, readers=readers, device=device)
+        for reader, names in targets.items():
+            for name, tensor in progress.fitted(layer_index(reader)).items():
+                _overwrite(names[name], tensor)
     return fits
 
 
-def _fitted(model: Any, block: Block) -> dict[str, Tensor]:
-    """The tensors of one block that refinement may have changed, by disk name."""
-    attention = model.get_submodule(block.module)
-    found = {block.o: output_projection(attention).weight}
-    sides = {"q_proj": (block.q, block.q_bias), "k_proj": (block.k, block.k_bias), "v_proj": (block.v, block.v_bias)}
-    for side, (weight, bias) in sides.items():
-        for parameter in getattr(attention, side).parameters():
-            found[weight if parameter.dim() == 2 else bias] = parameter
-    return {name: parameter.detach() for name, parameter in found.items() if name is not None}
+def _identity(source: Checkpoint, converted: Checkpoint, text_NT: Tensor, settings: RefineSettings) -> dict[str, Any]:
+    """What determines the result of a refinement, by the names that a user knows."""
+    return {
+        "source": source.digest(),
+        "conversion (groups, method, grouping, statistics)": converted.digest(),
+        "calibration text": hashlib.sha256(text_NT.numpy().tobytes()).hexdigest(),
+        **{name.replace("_", " "): value for name, value in asdict(settings).items()},
+    }
+
+
+def reading_modules(blocks: Sequence[Block]) -> list[str]:
+    """Names of the modules whose input is the attention's input, block by block."""
+    return [f"{block.module}.{block.reads}" for block in blocks]
+
+
+def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Where the projections of one attention module lie on disk, by their names in the module.
+
+    Raises:
+        UnsupportedError: they lie there in another form than in memory.
+    """
+    module, _, reads = reader.rpartition(".")
+    disk_names = {memory: disk for disk, memory in memory_names(model, list(checkpoint.tensors)).items()}
+    found = {}
+    for name, parameter in projections(model.get_submodule(module), reads).items():
+        place = checkpoint.tensors.get(disk_names.get(f"{module}.{name}", ""))
+        if place is None or place.shape != tuple(parameter.shape):
+            raise UnsupportedError(
+                f"The checkpoint holds {module}.{name} in another form than its model class, so it cannot be refined.",
+                "Convert with --refine 0; uptraining works with every model.",
+            )
+        found[name] = place
+    return found
 
 
 def _overwrite(place: TensorInfo, tensor: Tensor) -> None:
-    """Put a tensor where one of the same name, shape and dtype lies."""
+    """Put a tensor where one of the same name and shape lies, in the dtype that it is stored in."""
     stored = tensor.to(torch_dtype(place.dtype)).contiguous()
-    if tuple(stored.shape) != place.shape:
-        raise AssertionError(f"{place.name}: fitted {tuple(stored.shape)}, stored {place.shape}")
     with place.file.open("r+b") as stream:
         stream.seek(place.begin)
         stream.write(stored.reshape(-1).view(torch.uint8).numpy().data)

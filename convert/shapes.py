@@ -14,12 +14,13 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import Split, WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..checkpoint.source import CONFIG_NAME
 from ..errors import CheckpointError, UnsupportedError
+from .sanity import refuse_absurd
 
 _CLASS_TABLES = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -93,6 +94,7 @@ def resolved_config(config: dict[str, Any]) -> PretrainedConfig:
         CheckpointError: the class refuses the values.
     """
     model_type = known_type(config)
+    refuse_absurd(config)
     with quiet_transformers(), tempfile.TemporaryDirectory() as place:
         # Through a file, because the loader decodes more than from_dict does (infinities, old spellings).
         (Path(place) / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
@@ -128,16 +130,33 @@ def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str
 
     Tensors that are cut, stacked or permuted while loading (experts, for example) are absent.
     """
+    return {disk: name for disk, name, pattern in _renamed(model, disk_names) if pattern is None}
+
+
+def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Disk name → the parameters whose rows, one after the other, the class's loader cuts it into."""
+    cuts = {}
+    for transform in get_model_conversion_mapping(model):
+        operations = getattr(transform, "operations", [])
+        if len(operations) == 1 and isinstance(operations[0], Split) and operations[0].dim == 0:
+            cuts[transform.source_patterns[0]] = list(transform.target_patterns)
+    found = {}
+    for disk, name, pattern in _renamed(model, disk_names) if cuts else ():
+        if pattern in cuts:
+            first = cuts[pattern][0]
+            found[disk] = tuple(name.replace(first, target) for target in cuts[pattern])
+    return found
+
+
+def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:
+    """(disk name, name in the class, the pattern by which it is not only renamed)."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     expected = model.state_dict()
-    names = {}
     for disk_name in disk_names:
         name, pattern = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, expected)
-        if pattern is None:
-            names[disk_name] = name
-    return names
+        yield disk_name, name, pattern
 
 
 def first_line(problem: BaseException) -> str:

@@ -142,10 +142,10 @@ def test_gq019_dangling_link_is_refused(folder: Path) -> None:
         Checkpoint.open(folder)
 
 
-def test_gq010_only_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_in_other_formats_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match=r"pytorch_model\.bin"):
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    with pytest.raises(UnsupportedError, match=r"model\.gguf"):
         Checkpoint.open(tmp_path)
 
 
@@ -179,6 +179,30 @@ def test_hub_id_that_cannot_be_reached_is_a_usage_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UsageError, match="nobody/nothing"):
         Checkpoint.open("nobody/nothing")
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_hub_id_brings_pickled_weights_only_where_there_are_no_others(
+    pickled: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+    if pickled:
+        torch.save({"x": torch.zeros(1)}, tmp_path / "weights")
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+
+    def download(name: str, **options: Any) -> str:
+        asked.append({"name": name, **options})
+        if "allow_patterns" in options:
+            (folder / "pytorch_model.bin").write_bytes((tmp_path / "weights").read_bytes())
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = Checkpoint.open("owner/model", revision="v2")
+    assert all(one["name"] == "owner/model" and one["revision"] == "v2" for one in asked)
+    assert "*.bin" in asked[0]["ignore_patterns"]
+    assert len(asked) == 1 + pickled
+    assert ("x" in found.tensors) == pickled
 
 
 def test_a_link_back_up_ends(folder: Path) -> None:

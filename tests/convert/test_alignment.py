@@ -109,3 +109,25 @@ def test_average_is_of_the_turned_members(make_attention, make_moment) -> None:
         members = slice(2 * group, 2 * group + 2)
         torch.testing.assert_close(k_new[group], (turn_HF[members].unsqueeze(-1) * k_old[members]).mean(0))
     torch.testing.assert_close(q_new.abs(), q_old.abs())
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_rescaled_heads_have_their_members_mean_norm(rotary_dim, make_attention, make_moment, output_of) -> None:
+    attention = make_attention(8, 4, rotary=Rotary("half", rotary_dim))
+    context = MethodContext(0, second_moment=make_moment())
+    plain, rescaled = (METHODS[name].apply(attention, 2, context) for name in ("aligned", "aligned+rescale"))
+    for name in ("k_KDC", "v_KDC"):
+        members = getattr(attention, name).unflatten(0, (2, 2)).norm(dim=(2, 3)).mean(1)
+        averaged, found = getattr(plain, name), getattr(rescaled, name)
+        torch.testing.assert_close(found.norm(dim=(1, 2)), members)
+        assert (averaged.norm(dim=(1, 2)) < 0.95 * members).all(), "the control: an average is shorter"
+        ratio = (found / averaged).flatten(1)
+        torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio))
+    assert torch.equal(rescaled.q_HDC, plain.q_HDC)
+    assert torch.equal(rescaled.o_CHD, plain.o_CHD)
+
+
+def test_rescaling_leaves_heads_alone_that_agree(make_attention, output_of) -> None:
+    attention = _equal_up_to_turns(make_attention(8, 4))
+    rescaled = METHODS["aligned+rescale"].apply(attention, 1, MethodContext(0))
+    torch.testing.assert_close(output_of(rescaled, X_TC), output_of(attention, X_TC), atol=1e-5, rtol=1e-5)

@@ -9,9 +9,10 @@ import torch
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibrated import Calibration, convert_calibrated
+from headfold.convert.fit import RefineSettings
 from headfold.convert.run import plan_conversion
 from headfold.convert.statistics import Statistics
-from headfold.errors import CheckpointError, UsageError
+from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from transformers import AutoModelForCausalLM
 
 
@@ -30,7 +31,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def text(text_file: Path, **changes) -> Calibration:
-    return Calibration(str(text_file), **{"tokens": 2048, "block": 32, **changes})
+    return Calibration(str(text_file), **{"tokens": 2048, "block": 32, "refine": 0, **changes})
 
 
 def test_text_brings_the_result_closer_and_refinement_closer_still(plan, tiny_checkpoint, text_file, tmp_path):
@@ -104,6 +105,32 @@ def test_a_refinement_that_fails_publishes_nothing(plan, text_file, tmp_path, mo
     with pytest.raises(CheckpointError):
         convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=3))
     assert list(tmp_path.iterdir()) == []
+
+
+def _refuse(*arguments, **named):
+    raise UnsupportedError("This class is odd.")
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "steps"), [("folded", {}, 3), ("folded", {"refine": 0}, 0), ("mean", {}, 0)]
+)
+def test_folded_is_refined_unless_told_otherwise(method, changes, steps, plan, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(RefineSettings, "steps", 3)
+    out = convert_calibrated(plan(method), tmp_path / "out", text(text_file, **{"refine": None, **changes}))
+    entry = last_entry(out, "convert")
+    assert entry is not None
+    assert (entry["refinement"] or {"settings": {"steps": 0}})["settings"]["steps"] == steps
+
+
+def test_what_cannot_be_refined_is_so_only_where_nobody_asked(plan, text_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("headfold.convert.calibrated.refine_folder", _refuse)
+    out = convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=None))
+    assert "The result is not refined: This class is odd." in capfd.readouterr().err.replace("\n", " ")
+    unrefined = convert_calibrated(plan(), tmp_path / "plain", text(text_file))
+    assert (out / "model.safetensors").read_bytes() == (unrefined / "model.safetensors").read_bytes()
+    with pytest.raises(UnsupportedError, match="odd"):
+        convert_calibrated(plan(), tmp_path / "asked", text(text_file, refine=5))
+    assert not (tmp_path / "asked").exists()
 
 
 def test_as_many_groups_as_heads_changes_nothing(plan, tiny_checkpoint, text_file, tmp_path):

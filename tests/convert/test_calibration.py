@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.convert import calibration
-from headfold.convert.calibration import attention_modules, collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration import collect_statistics, input_projections, load_for_calibration, token_blocks
 from headfold.convert.statistics import SOURCE, Statistics
 from headfold.corpus import Corpus, Document
 from headfold.errors import CheckpointError, DataError, UnsupportedError, UsageError
@@ -93,12 +93,12 @@ def test_hooks_are_gone_and_the_mode_is_restored(model, blocks, tmp_path: Path) 
 def test_unread_attention_is_refused(model, blocks, tmp_path: Path) -> None:
     model.spare = torch.nn.Module()
     model.spare.q_proj = torch.nn.Linear(16, 16)
-    modules = [*attention_modules(model), "spare"]
+    readers = [*input_projections(model), "spare.q_proj"]
     with pytest.raises(UnsupportedError, match=r"every token through spare\.q_proj"):
-        collect_statistics(model, blocks, tmp_path / "s.safetensors", metadata={}, modules=modules)
+        collect_statistics(model, blocks, tmp_path / "s.safetensors", metadata={}, readers=readers)
     del model.spare
     with pytest.raises(UnsupportedError, match="no attention with separate"):
-        attention_modules(torch.nn.Linear(2, 2))
+        input_projections(torch.nn.Linear(2, 2))
 
 
 def test_weights_left_on_disk_give_the_same(model, blocks, tmp_path: Path, monkeypatch) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from headfold.convert.alignment import aligned
-from headfold.convert.folding import folded, predicted_loss
+from headfold.convert.basis import shared
+from headfold.convert.damage import lost_shares
+from headfold.convert.folding import fold_group, folded, predicted_loss
 from headfold.convert.heads import Attention, Rotary
 from headfold.convert.methods import METHODS, MethodContext
 from headfold.errors import UnsupportedError, UsageError
@@ -64,12 +66,31 @@ def test_as_many_groups_as_heads_changes_nothing(method, make_attention) -> None
         assert torch.equal(getattr(converted, name), getattr(attention, name)), name
 
 
-def _reference_scores(attention: Attention, groups: int, moment: np.ndarray) -> np.ndarray:
+def _with_mean(moment: torch.Tensor, share: float) -> np.ndarray:
+    """E[x xᵀ] in which the mean counts by ``share``; damped by one part in a million, as the code does."""
+    plain, mean = moment[:24, :24].numpy(), moment[24, :24].numpy()
+    return plain + np.eye(24) * 1e-6 * np.diag(plain).mean() - (1 - share) * np.outer(mean, mean)
+
+
+def _gain(attention: Attention, query: int, moment: torch.Tensor) -> float:
+    """Mean square of what the query head puts out, the mean token left out."""
+    value = attention.v_KDC[query // (attention.query_heads // attention.kv_heads)].double().numpy()
+    out = attention.o_CHD[:, query].double().numpy() @ value
+    return float(np.trace(out @ _with_mean(moment, 0) @ out.T))
+
+
+def _spread(forms: np.ndarray, moment: torch.Tensor) -> np.ndarray:
+    """Per query head, the mean square of scores of unrelated tokens at positions that turn every plane evenly."""
+    plain = _with_mean(moment, 0)
+    return np.einsum("hfcd,hfab,ca,db->h", forms, forms.conj(), plain, plain).real / 2
+
+
+def _reference_scores(attention: Attention, groups: int, full: torch.Tensor) -> np.ndarray:
     """Per query head, the bilinear form of each plane, χᴴ κ as a complex C×C matrix, after an optimal shared row.
 
     Written from the formulas with singular values of the stacked √w_h κ_h C^½, the code uses grams.
     """
-    root = np.linalg.cholesky(moment)
+    moment, root = _with_mean(full, 1), np.linalg.cholesky(_with_mean(full, 0.5))
     q, k = attention.q_HDC.double().numpy(), attention.k_KDC.double().numpy()
     half, members, per_kv = q.shape[1] // 2, len(k) // groups, len(q) // len(k)
     forms = np.zeros((len(q), half, q.shape[2], q.shape[2]), dtype=complex)
@@ -80,14 +101,16 @@ def _reference_scores(attention: Attention, groups: int, moment: np.ndarray) -> 
             for head in heads:
                 queries = range(head * per_kv, (head + 1) * per_kv)
                 chis = [q[query, plane] + 1j * q[query, plane + half] for query in queries]
-                weights.append(sum((chi @ moment @ chi.conj()).real for chi in chis))
+                gains = [_gain(attention, query, full) for query in queries]
+                weights.append(sum(g * (chi @ moment @ chi.conj()).real for g, chi in zip(gains, chis, strict=True)))
                 stacked.append(np.sqrt(weights[-1]) * (k[head, plane] + 1j * k[head, plane + half]) @ root)
             left, size, right = np.linalg.svd(np.array(stacked), full_matrices=False)
             for place, head in enumerate(heads):
                 row = left[place, 0] * size[0] * right[0] @ np.linalg.inv(root) / np.sqrt(weights[place])
                 for query in range(head * per_kv, (head + 1) * per_kv):
                     forms[query, plane] = np.outer((q[query, plane] + 1j * q[query, plane + half]).conj(), row)
-    return forms
+    sharper = (_spread(_scores(attention), full) / _spread(forms, full)) ** 0.25
+    return forms * sharper[:, None, None, None]
 
 
 def _scores(attention: Attention) -> np.ndarray:
@@ -118,20 +141,18 @@ def test_agrees_with_slow_reference(kv_heads, groups, make_attention, make_momen
     attention = make_attention(8, kv_heads)
     moment = make_moment()
     converted = folded(attention, groups, MethodContext(0, second_moment=moment))
-    # The code damps the moment by one part in a million; so does the reference.
-    plain = moment[:24, :24].numpy()
-    plain = plain + np.eye(24) * 1e-6 * np.diag(plain).mean()
-    np.testing.assert_allclose(_scores(converted), _reference_scores(attention, groups, plain), atol=2e-5)
+    np.testing.assert_allclose(_scores(converted), _reference_scores(attention, groups, moment), atol=2e-5)
     v_HDC = converted.v_KDC.double().repeat_interleave(8 // groups, 0)
     maps = torch.einsum("chd,hde->hce", converted.o_CHD.double(), v_HDC).numpy()
-    np.testing.assert_allclose(maps, _reference_outputs(attention, groups, plain), atol=2e-5)
+    np.testing.assert_allclose(maps, _reference_outputs(attention, groups, _with_mean(moment, 1)), atol=2e-5)
 
 
 def _lost_energy(attention: Attention, converted: Attention, moment: torch.Tensor) -> tuple[float, float]:
-    """Measured on the converted weights: energy of the score and output errors, before softmax."""
+    """Measured on the converted weights: energy of what score errors do to outputs, and of output errors."""
     difference = _scores(attention) - _scores(converted)
-    plain = moment[:24, :24].numpy()
-    keys = np.einsum("hfcd,hfab,ca,db->", difference, difference.conj(), plain, plain).real
+    gains = np.array([_gain(attention, query, moment) for query in range(attention.query_heads)])
+    queries, keys = _with_mean(moment, 1), _with_mean(moment, 0.5)
+    keys = np.einsum("hfcd,hfab,ca,db,h->", difference, difference.conj(), queries, keys, gains).real
     old, new = (
         torch.einsum("chd,hde->hce", part.o_CHD.double(), part.v_KDC.double().repeat_interleave(8 // part.kv_heads, 0))
         for part in (attention, converted)
@@ -145,14 +166,34 @@ def test_predicted_loss_is_what_conversion_loses(make_attention, make_moment) ->
     predicted = predicted_loss(attention, 2, context)
     nothing = replace(attention, k_KDC=attention.k_KDC * 0, v_KDC=attention.v_KDC * 0)
     all_keys, all_values = _lost_energy(attention, nothing, moment)
-    keys, values = _lost_energy(attention, folded(attention, 2, context), moment)
+    blunt = shared(attention, 2, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
+    keys, values = _lost_energy(attention, blunt, moment)
     assert predicted.keys == pytest.approx(keys / all_keys, rel=1e-3)
     assert predicted.values == pytest.approx(values / all_values, rel=1e-3)
+    assert lost_shares(attention, blunt, moment) == pytest.approx((predicted.keys, predicted.values), rel=1e-3)
     assert len(predicted.keys_G) == 2
     assert predicted_loss(attention, 4, context).values == pytest.approx(0, abs=1e-9)
     mean_keys, mean_values = _lost_energy(attention, METHODS["mean"].apply(attention, 2, context), moment)
     assert mean_keys > keys
     assert mean_values > values
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "aligned", "folded"])
+def test_lost_shares_of_any_method_are_what_a_slow_count_gives(method, make_attention, make_moment) -> None:
+    attention, moment = make_attention(8, 4), make_moment()
+    converted = METHODS[method].apply(attention, 2, MethodContext(0, second_moment=moment))
+    nothing = replace(attention, k_KDC=attention.k_KDC * 0, v_KDC=attention.v_KDC * 0)
+    total, lost = (_lost_energy(attention, part, moment) for part in (nothing, converted))
+    expected = lost[0] / total[0], lost[1] / total[1]
+    assert lost_shares(attention, converted, moment) == pytest.approx(expected, rel=1e-3)
+
+
+def test_lost_shares_of_rows_that_are_not_rotated(make_attention, make_moment) -> None:
+    """Half of one head's rows pass: halving its keys leaves half the scores, and a quarter of their energy is lost."""
+    attention = make_attention(2, 2, rotary=Rotary("half", 4))
+    k_KDC = attention.k_KDC.clone()
+    halved = replace(attention, k_KDC=k_KDC / 2, v_KDC=attention.v_KDC / 2)
+    assert lost_shares(attention, halved, make_moment()) == pytest.approx((0.25, 0.25))
 
 
 def test_result_has_the_members_size(make_attention) -> None:
@@ -162,6 +203,18 @@ def test_result_has_the_members_size(make_attention) -> None:
     torch.testing.assert_close(converted.v_KDC.norm(dim=(1, 2)), members)
     passing = attention.k_KDC[:, 4:].unflatten(0, (2, 4)).norm(dim=(2, 3)).mean(1)
     torch.testing.assert_close(converted.k_KDC[:, 4:].norm(dim=(1, 2)), passing)
+
+
+def test_scores_spread_half_way_to_what_they_were(make_attention, make_moment) -> None:
+    attention, moment = make_attention(8, 4), make_moment()
+    blunt = shared(attention, 1, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
+    spreads = [_spread(_scores(part), moment) for part in (attention, blunt, folded(attention, 1, _text(moment)))]
+    np.testing.assert_allclose(spreads[2], np.sqrt(spreads[0] * spreads[1]), rtol=1e-4)
+    assert (spreads[1] < 0.9 * spreads[0]).any()
+
+
+def _text(moment: torch.Tensor) -> MethodContext:
+    return MethodContext(0, second_moment=moment)
 
 
 def _planes_turned(k_DC: Tensor, turn_F: Tensor) -> Tensor:

@@ -51,12 +51,12 @@ def test_one_kv_head_is_counted_too(config):
 
 def test_a_type_without_the_setting_is_refused(config):
     with pytest.raises(UnsupportedError):
-        inspect_checkpoint(config(model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"]))
+        inspect_checkpoint(config(model_type="bloom", architectures=["BloomForCausalLM"]))
 
 
 def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
     file = tmp_path / "moments.safetensors"
-    calibration = Calibration(str(text_file), tokens=2048, block=32, statistics=file)
+    calibration = Calibration(str(text_file), tokens=2048, block=32, refine=0, statistics=file)
     convert_calibrated(plan_conversion(tiny_checkpoint, groups=1, method="folded"), tmp_path / "out", calibration)
     found = list(predict_damage(tiny_checkpoint, [2, 1], file))
     assert [(damage.layer, damage.groups) for damage in found] == [(0, 2), (0, 1), (1, 2), (1, 1)]

@@ -68,7 +68,7 @@ def test_random_is_fresh_repeatable_and_never_twice_the_same() -> None:
 
 
 def test_every_method_gives_g_heads_and_says_what_it_is() -> None:
-    assert {"mean", "first", "random", "aligned", "folded"} == set(METHODS)
+    assert {"mean", "first", "random", "aligned", "aligned+rescale", "folded"} == set(METHODS)
     block = _block(biases=False)
     for method in METHODS.values():
         assert method.summary

@@ -26,7 +26,7 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
 
     source = Path(recipes.__file__).parent / "bundled" / "stdlib-5m-mha"
     file = tmp_path / "moments.safetensors"
-    calibration = Calibration("stdlib", tokens=16_384, statistics=file)
+    calibration = Calibration("stdlib", tokens=16_384, refine=0, statistics=file)
     documents = tokenize_documents(load_tokenizer(source), open_corpus("stdlib#heldout"), max_tokens=4096)
     predicted, measured = [], []
     for groups in (4, 2, 1):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from headfold.checkpoint.load import load_causal_lm
-from headfold.convert.refine import RefineSettings, refine_layers
+from headfold.convert.fit import RefineSettings
+from headfold.convert.layers import decoder_layers
+from headfold.convert.refine import refine_layers
 from headfold.convert.refit import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
+from headfold.convert.work import LayerFit, RefineWork
 from headfold.errors import DataError, UnsupportedError
 from safetensors.torch import load_file
+from tiny import tiny_model
 from torch import nn
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-SETTINGS = RefineSettings(steps=40, learning_rate=2e-2, batch_tokens=64)
+SETTINGS = RefineSettings(steps=40, learning_rate=0.07, batch_tokens=64)
 
 
 def _llama(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2) -> LlamaForCausalLM:
@@ -52,6 +58,13 @@ def _text(seed: int, blocks: int = 40) -> torch.Tensor:
     return torch.randint(0, 40, (blocks, 16), generator=torch.Generator().manual_seed(seed))
 
 
+def _refine(
+    source: nn.Module, model: nn.Module, text: torch.Tensor, settings: RefineSettings = SETTINGS, **options: object
+) -> list[LayerFit]:
+    with tempfile.TemporaryDirectory() as folder:
+        return refine_layers(source, model, text, settings, RefineWork(Path(folder) / "work", {}), **options)
+
+
 @torch.no_grad()
 def _distance(source: nn.Module, model: nn.Module) -> float:
     """Mean squared difference of logits on text that no fit has seen."""
@@ -65,7 +78,7 @@ def test_unseen_text_comes_closer_and_errors_say_so() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     distance = _distance(source, model)
     source_before = copy.deepcopy(source.state_dict())
-    fits = refine_layers(source, model, _text(1), SETTINGS)
+    fits = _refine(source, model, _text(1))
     assert _distance(source, model) < 0.75 * distance
     assert [fit.layer for fit in fits] == [0, 1]
     assert all(fit.error_after < fit.error_before for fit in fits)
@@ -87,7 +100,7 @@ def test_targets_repair_what_earlier_layers_left_wrong() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(0.7)
     distance = _distance(source, model)
-    first, second = refine_layers(source, model, _text(1), SETTINGS)
+    first, second = _refine(source, model, _text(1))
     assert first.error_before == first.error_after == pytest.approx(0, abs=1e-9)
     assert second.error_after < 0.85 * second.error_before
     assert _distance(source, model) < distance
@@ -97,9 +110,9 @@ def test_same_seed_gives_the_same_weights_and_no_steps_change_nothing() -> None:
     source = _llama(4)
     one, other, still = (_converted(source) for _ in range(3))
     for model in (one, other):
-        refine_layers(source, model, _text(1), SETTINGS)
+        _refine(source, model, _text(1))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
-    refine_layers(source, still, _text(1), RefineSettings(steps=0, batch_tokens=64))
+    _refine(source, still, _text(1), RefineSettings(steps=0, batch_tokens=64))
     assert all(torch.equal(value, still.state_dict()[name]) for name, value in _converted(source).state_dict().items())
 
 
@@ -107,7 +120,7 @@ def test_a_fit_that_does_not_help_is_undone() -> None:
     source = _llama(4)
     model = _converted(source)
     before = copy.deepcopy(model.state_dict())
-    fits = refine_layers(source, model, _text(1), RefineSettings(steps=3, learning_rate=100.0, batch_tokens=64))
+    fits = _refine(source, model, _text(1), RefineSettings(steps=3, learning_rate=100.0, batch_tokens=64))
     assert all(fit.error_after == fit.error_before for fit in fits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -116,7 +129,7 @@ def test_half_precision_models_keep_their_dtype() -> None:
     source = _llama(4, torch.bfloat16)
     model = _converted(source)
     distance = _distance(source, model)
-    refine_layers(source, model, _text(1), SETTINGS)
+    _refine(source, model, _text(1))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert _distance(source, model) < 0.75 * distance
 
@@ -139,22 +152,73 @@ def test_other_arrangements_are_fitted_as_whole_layers() -> None:
     for each in (source, model):
         each.model.layers = nn.ModuleList(_Parallel(layer) for layer in each.model.layers)
     distance = _distance(source, model)
-    fits = refine_layers(source, model, _text(1), SETTINGS)
+    fits = _refine(source, model, _text(1))
     assert all(fit.error_after < fit.error_before for fit in fits)
     assert _distance(source, model) < 0.75 * distance
+
+
+class _ToldMore(nn.Module):
+    """A decoder layer that is given something of the text besides the states, as in Gemma 3n."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: torch.Tensor, extra: torch.Tensor, **arguments: object) -> torch.Tensor:
+        return self.layer(hidden_states, **arguments) + extra
+
+
+class _Telling(nn.Module):
+    def __init__(self, model: nn.Module, of_text: bool) -> None:
+        super().__init__()
+        self.layer, self.embed, self.rotary, self.of_text = (
+            _ToldMore(model.layers[0]), model.embed_tokens, model.rotary_emb, of_text,
+        )  # fmt: skip
+        self.layers = nn.ModuleList([self.layer])
+        self.base_model = lambda **given: self(**given)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        states = self.embed(input_ids)
+        places = self.rotary(states, torch.arange(input_ids.shape[1])[None])
+        extra = states * 0.1 if self.of_text else torch.ones_like(states)
+        return self.layer(states, extra=extra, attention_mask=None, position_embeddings=places)
+
+
+@pytest.mark.parametrize("of_text", [True, False])
+def test_layers_that_read_more_of_the_text_are_refused(of_text) -> None:
+    readers = ["layers.0.layer.self_attn.q_proj"]
+    model = _Telling(_llama(4, layers=1).model, of_text)
+    if of_text:
+        with pytest.raises(UnsupportedError, match="plain way"):
+            decoder_layers(model, readers, _text(1, blocks=2))
+    else:
+        assert len(decoder_layers(model, readers, _text(1, blocks=2))) == 1
+
+
+def test_fused_projections_are_fitted_whole(tmp_path) -> None:
+    source = tiny_model("phi3", num_hidden_layers=1, pad_token_id=0)
+    source.save_pretrained(tmp_path / "source")
+    plan = plan_conversion(tmp_path / "source", groups=1, method="folded")
+    for name in ("out", "plain"):
+        run_plan(plan, tmp_path / name)
+    (fit,) = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.blocks, _text(1), SETTINGS)
+    assert fit.error_after < 0.95 * fit.error_before
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    before, after = (load_file(tmp_path / folder / "model.safetensors")[name] for folder in ("plain", "out"))
+    assert not any(torch.equal(one, other) for one, other in zip(before.split(16), after.split(16), strict=True))
 
 
 def test_what_cannot_be_refined_is_refused() -> None:
     source = _llama(4)
     with pytest.raises(DataError, match="fewer than two steps"):
-        refine_layers(source, _converted(source), _text(1, blocks=7), SETTINGS)
+        _refine(source, _converted(source), _text(1, blocks=7))
     fused = GPTNeoXForCausalLM(
         GPTNeoXConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4)
     )
     with pytest.raises(UnsupportedError, match="no attention with separate"):
-        refine_layers(fused, fused, _text(1), SETTINGS)
+        _refine(fused, fused, _text(1))
     with pytest.raises(UnsupportedError, match="plain way"):
-        refine_layers(source, source, _text(1), SETTINGS, modules=["lm_head"])
+        _refine(source, source, _text(1), SETTINGS, readers=["lm_head"])
 
 
 def test_a_checkpoint_on_disk_is_refined_in_place(tmp_path) -> None:

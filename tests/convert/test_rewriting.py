@@ -14,20 +14,20 @@ import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.families import find_family
 from headfold.convert.heads import Attention, Rotary
-from headfold.convert.run import _disk_tensors, read_attention
+from headfold.convert.projections import disk_tensors, read_attention
 from tiny import logits_of, tiny_model
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CHECKED = """
 llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi olmo granite cohere cohere2 stablelm starcoder2 glm smollm3
-seed_oss helium nemotron mixtral ernie4_5 recurrent_gemma
+seed_oss helium nemotron mixtral ernie4_5 recurrent_gemma phi3 falcon
 """
 OTHERS = """
 apertus arcee aria_text bamba cohere2_moe cohere_compass_text cwm dots1 emu3 ernie4_5_moe exaone4 exaone_moe
 falcon_h1 glm4 glm4_moe got_ocr2 granitemoe granitemoeshared hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1
 lara_mini mellum minimax minimax_m3_vl_text ministral ministral3 moss_transcribe_diarize phimoe qwen2_moe qwen3_moe
-solar_open vaultgemma
+solar_open vaultgemma phi4_multimodal
 """
 
 
@@ -97,7 +97,7 @@ def _rewrite(model_type: str, folder: Path, layout: str | None = None) -> tuple[
         assert block.rewritable is None
         attention = read_attention(source, family, block)
         rotary = attention.rotary if layout is None else Rotary(layout, attention.rotary.dim)
-        for name, tensor in _disk_tensors(block, _turned(attention, rotary)).items():
+        for name, tensor in disk_tensors(family, block, _turned(attention, rotary)).items():
             values[f"{block.module}.{'.'.join(name.split('.')[-2:])}"].copy_(tensor)
     return before, logits_of(model)
 
@@ -115,7 +115,9 @@ def test_a_change_of_basis_leaves_the_logits_in_all_other_types(model_type: str,
     assert torch.allclose(before, after, rtol=1e-3, atol=1e-4 * float(before.abs().max()))
 
 
-@pytest.mark.parametrize(("model_type", "wrong"), [("llama", "interleaved"), ("cohere", "half"), ("glm", "half")])
+@pytest.mark.parametrize(
+    ("model_type", "wrong"), [("llama", "interleaved"), ("cohere", "half"), ("glm", "half"), ("phi3", "interleaved")]
+)
 def test_control_the_wrong_rotary_layout_changes_them(model_type: str, wrong: str, tmp_path: Path) -> None:
     before, after = _rewrite(model_type, tmp_path, wrong)
     assert (before - after).abs().max() > 1e-2 * before.abs().max()

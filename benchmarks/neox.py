@@ -1,0 +1,108 @@
+"""A GPT-NeoX, whose class has no KV-head setting: pretrained here, converted to fewer KV heads, uptrained, compared.
+
+    python benchmarks/neox.py -o neox                       # about half an hour on two cores
+    python benchmarks/neox.py -o neox --tokens 200000       # a try in a few minutes
+
+The model (8 heads of width 24, 4 layers, two norms side by side as in Pythia) is trained from random weights on the
+Python standard library, rewritten as phi, merged by `mean` and by `folded`; each result is uptrained on a share of the
+pretraining tokens with the original as teacher. The table is on held-out modules; a run that stopped continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from headfold import UptrainSettings, compare, console, convert_calibrated, convert_checkpoint, plan_conversion
+from headfold import uptrain_checkpoint as uptrain
+from headfold.convert.calibrated import Calibration
+from headfold.corpus import TRAIN, open_corpus
+from headfold.errors import HeadfoldError
+from headfold.recipes.pretrain import SETTINGS, write_blank
+
+CONTEXT = 256
+
+
+def main() -> None:
+    options = _options()
+    try:
+        results = run(options)
+    except HeadfoldError as problem:
+        console.error(problem.message, problem.hint)
+        sys.exit(problem.exit_code)
+    rows = [[model["name"], model["kv_heads"], f"{model['perplexity']:.2f}"] for model in map(_row, results["models"])]
+    console.table(f"{options.tokens:,} pretraining tokens, {options.fraction:.0%} of them for uptraining",
+                  ("checkpoint", "KV heads", "perplexity"), [list(map(str, row)) for row in rows])  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder for the models and the report")
+    parser.add_argument("--tokens", type=int, default=4_000_000, help="to pretrain on")
+    parser.add_argument("--fraction", type=float, default=0.05, help="of them, to uptrain on")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--refine", type=int, help="steps per layer after folded; default as `headfold convert` has it")
+    parser.add_argument("--test-tokens", type=int, default=32_768)
+    parser.add_argument("--parallel", action=argparse.BooleanOptionalAction, default=True,
+                        help="attention and MLP side by side (becomes phi) or in a row (becomes nemotron)")  # fmt: skip
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Every step whose folder is not there yet; returns the comparison."""
+    out = options.out
+    source = _once(out / "source", lambda folder: pretrain(folder, options.tokens, parallel=options.parallel))
+    made = []
+    for method in ("mean", "folded"):
+        converted = _once(out / method, lambda folder, method=method: convert(source, folder, method, options))
+        settings = UptrainSettings(
+            data="stdlib", tokens=int(options.tokens * options.fraction), block=CONTEXT, batch=8, micro_batch=8,
+            learning_rate=1e-3, final_learning_rate=0.05, teacher="source",
+        )  # fmt: skip
+        uptrained = _once(
+            out / f"{method}-uptrained", lambda folder, start=converted, how=settings: uptrain(start, folder, how)
+        )
+        made += [str(converted), str(uptrained)]
+    return compare(str(source), made, data="stdlib", out=out / "report", window=CONTEXT,
+                   max_tokens=options.test_tokens, overwrite=True)  # fmt: skip
+
+
+def pretrain(folder: Path, tokens: int, *, parallel: bool) -> Path:
+    """A GPT-NeoX from random weights, with the tokenizer of the bundled model."""
+    from transformers import GPTNeoXConfig
+
+    with tempfile.TemporaryDirectory() as scratch:
+        blank = Path(scratch)
+        write_blank(blank, open_corpus("stdlib", TRAIN))
+        GPTNeoXConfig(
+            architectures=["GPTNeoXForCausalLM"], vocab_size=4096, hidden_size=192, intermediate_size=768,
+            num_hidden_layers=4, num_attention_heads=8, max_position_embeddings=CONTEXT, use_parallel_residual=parallel,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            bos_token_id=0, eos_token_id=0, dtype="float32",
+        ).save_pretrained(blank)  # fmt: skip
+        changes = {"tokens": tokens, "block": CONTEXT, "batch": 16, "micro_batch": 16, "eval_data": None}
+        return uptrain(blank, folder, SETTINGS.model_copy(update=changes), from_scratch=True)
+
+
+def convert(source: Path, folder: Path, method: str, options: argparse.Namespace) -> Path:
+    """Mean of neighbours; folded by similarity with statistics of training text."""
+    if method == "mean":
+        return convert_checkpoint(source, folder, groups=options.groups)
+    plan = plan_conversion(source, groups=options.groups, method=method, grouping="similarity")
+    text = Calibration("stdlib", tokens=65_536, block=CONTEXT, refine=options.refine)
+    return convert_calibrated(plan, folder, text)
+
+
+def _once(folder: Path, make: Any) -> Path:
+    return folder if folder.exists() else Path(make(folder))
+
+
+def _row(model: dict[str, Any]) -> dict[str, Any]:
+    return {"name": model["name"], "kv_heads": model["kv_heads"], "perplexity": model["perplexity"]["value"]}
+
+
+if __name__ == "__main__":
+    main()

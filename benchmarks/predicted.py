@@ -1,0 +1,97 @@
+"""Does the damage that is predicted from weights and moments rank measured perplexity? Methods × groups × models.
+
+    python benchmarks/predicted.py                       # the bundled model, and itself with 4 KV heads
+    python benchmarks/predicted.py CHECKPOINT …          # others; with --calibration and --test for their text
+
+Every conversion is scored without refinement. Printed: each one's predicted share of energy lost (K and V, mean
+over the layers) and its perplexity over the source's, then Spearman's rank correlation for each model and over all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from headfold import console
+from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
+from headfold.convert.damage import lost_shares
+from headfold.convert.methods import MethodContext
+from headfold.convert.plan import Plan
+from headfold.convert.projections import read_attention
+from headfold.convert.run import plan_conversion, run_plan
+from headfold.convert.statistics import Statistics
+from headfold.corpus import open_corpus
+from headfold.eval.perplexity import quick_perplexity
+from headfold.eval.windows import TokenDocument, tokenize_documents
+from scipy.stats import spearmanr
+
+BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
+METHODS = ("mean", "first", "aligned", "aligned+rescale", "folded")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", nargs="*", type=Path)
+    parser.add_argument("--calibration", default="stdlib#train")
+    parser.add_argument("--calibration-tokens", type=int, default=32_768)
+    parser.add_argument("--test", default="stdlib#heldout")
+    parser.add_argument("--test-tokens", type=int, default=8192)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="predicted-") as name:
+        checkpoints = options.checkpoints or [BUNDLED, _fewer_heads(Path(name), options)]
+        found = {str(folder): list(_outcomes(folder, Path(name), options)) for folder in checkpoints}
+    everything = [row for rows in found.values() for row in rows]
+    table = [
+        (method, str(groups), f"{lost:.3f}", f"{math.exp(worse):,.2f}") for method, groups, lost, worse in everything
+    ]
+    console.table("Predicted and measured", ("method", "KV heads", "energy lost", "× perplexity"), table)
+    for folder, rows in {**found, "all": everything}.items():
+        print(f"{folder}: rank correlation {spearmanr(*zip(*(row[2:] for row in rows), strict=True)).statistic:.2f}")
+
+
+def _fewer_heads(scratch: Path, options: argparse.Namespace) -> Path:
+    """A second model, with a grouped source: the bundled one converted to 4 KV heads and refined."""
+    plan = plan_conversion(BUNDLED, groups=4, method="folded")
+    return convert_calibrated(
+        plan, scratch / "four-heads", Calibration(options.calibration, options.calibration_tokens)
+    )
+
+
+def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:
+    """(method, groups, predicted share lost, log of measured perplexity over the source's)."""
+    documents = tokenize_documents(load_tokenizer(folder), open_corpus(options.test), max_tokens=options.test_tokens)
+    first = plan_conversion(folder, groups=1, method="folded")
+    text = Calibration(
+        options.calibration, options.calibration_tokens, statistics=scratch / f"{folder.name}.safetensors"
+    )
+    statistics = calibrate(first, text)
+    source = _nats(folder, documents)
+    divisors = [count for count in range(first.family.kv_heads - 1, 0, -1) if first.family.kv_heads % count == 0]
+    for groups in divisors:
+        for method in METHODS:
+            plan = plan_conversion(folder, groups=groups, method=method)
+            out = run_plan(plan, scratch / "out", statistics=statistics, overwrite=True)
+            yield method, groups, _lost(plan, statistics), _nats(out, documents) - source
+
+
+def _lost(plan: Plan, statistics: Statistics) -> float:
+    """Mean over the layers of the share of K energy plus that of V energy."""
+    shares = []
+    for block in plan.family.blocks:
+        attention = read_attention(plan.source, plan.family, block)
+        moment = statistics.second_moment(block.layer)
+        converted = plan.method.apply(attention, plan.groups, MethodContext(block.layer, second_moment=moment))
+        shares.append(sum(lost_shares(attention, converted, moment)))
+    return sum(shares) / len(shares)
+
+
+def _nats(folder: Path, documents: list[TokenDocument]) -> float:
+    return math.log(quick_perplexity(load_causal_lm(folder).float(), documents))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Read the layout of a ``pytorch_model.bin``: where each tensor's bytes lie; no weight is read and no code is run.
+
+torch.save writes a zip archive whose members are stored as they are, one per storage. torch.load on the meta device
+with ``weights_only`` gives names, shapes and strides, and says at which offset of the file each storage begins.
+https://docs.pytorch.org/docs/stable/notes/serialization.html
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, UnsupportedError
+from .header import Header, TensorInfo, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+_SAVE_AGAIN = "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def read_pickle(file: Path) -> Header:
+    """The tensors of one ``.bin`` file, in the order of their bytes; names that share a storage keep their order.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+        UnsupportedError: it holds more than a state dict of plain tensors, or its bytes cannot be used in place.
+    """
+    entries = _load(file)
+    if not isinstance(entries, dict):
+        raise _no_state_dict(file, f"a {type(entries).__name__}")
+    size = file.stat().st_size
+    tensors = sorted((_tensor(file, name, entry, size) for name, entry in entries.items()), key=lambda t: t.begin)
+    return Header(tuple(tensors), {})
+
+
+def _load(file: Path) -> Any:
+    import torch
+
+    try:
+        with file.open("rb") as stream:
+            if stream.read(8) == b"version ":
+                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
+        if zipfile.is_zipfile(file):
+            _refuse_other_byte_order(file)
+        return torch.load(file, map_location="meta", weights_only=True)
+    except UnpicklingError as problem:
+        raise _unsafe(file, str(problem)) from problem
+    except OSError as problem:
+        raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
+        # what the reader raises for bytes that make no sense
+        raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
+
+
+def _unsafe(file: Path, report: str) -> CheckpointError | UnsupportedError:
+    """torch's report names the class that weights_only does not allow; without one the bytes are no pickle at all."""
+    named = _GLOBAL.search(report)
+    if named is None:
+        return CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.")
+    return UnsupportedError(
+        f"{file} holds the Python object {named[1]}, and loading that could run code; headfold loads tensors only.",
+        "If you trust the file, load it yourself and save its tensors as safetensors.",
+    )
+
+
+def _refuse_other_byte_order(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
+        if order is not None and archive.read(order) != b"little":
+            raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
+
+
+def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
+    import torch
+
+    if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
+        raise _no_state_dict(file, f"{name!r}, a {type(entry).__name__},")
+    if entry.layout != torch.strided or entry.is_quantized:
+        raise UnsupportedError(f"{name} in {file} is a sparse or quantised tensor.", _SAVE_AGAIN)
+    start = getattr(entry.untyped_storage(), "_checkpoint_offset", None)
+    if start is None:
+        raise UnsupportedError(f"{file} was saved in the format of torch before 1.6.", _SAVE_AGAIN)
+    begin = start + entry.storage_offset() * entry.itemsize
+    end = begin + _span(entry)
+    if end > min(start + entry.untyped_storage().nbytes(), size):
+        raise CheckpointError(f"{file} is damaged: {name} reaches beyond its bytes.", "Fetch this file again.")
+    strides = None if entry.is_contiguous() else entry.stride()
+    return TensorInfo(name, dtype_name(entry.dtype), tuple(entry.shape), file, begin, end, strides)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _no_state_dict(file: Path, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{file} is no plain state dict: it holds {what} where a named tensor should be.",
+        "It may be training state; save the model's state_dict alone, best as safetensors.",
+    )

@@ -1,0 +1,125 @@
+"""Which files of a folder hold the weights: an index with shards or a single file, as safetensors or pickled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from ..errors import CheckpointError, UnsupportedError
+from .header import Header, read_header
+from .hub import FOREIGN_WEIGHTS
+from .pickled import read_pickle
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How one kind of weight file is called, and how its layout is read."""
+
+    single: str
+    index: str
+    suffix: str
+    read: Callable[[Path], Header]
+
+
+FORMATS = (
+    WeightFormat(SINGLE_NAME, INDEX_NAME, ".safetensors", read_header),
+    WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin", read_pickle),
+)
+"""In the order in which transformers looks for them; but an index counts before a single file, see GQ005."""
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files that count.
+
+    Attributes:
+        files: absolute, in the order of the index.
+        named: tensor → file name, of the index; None for a single file.
+    """
+
+    format: WeightFormat
+    files: tuple[Path, ...]
+    named: dict[str, str] | None
+
+
+def find_weights(folder: Path) -> WeightFiles:
+    """The weight files of ``folder``; no header is read.
+
+    Raises:
+        CheckpointError: files are missing, or the index is damaged or points out of the folder.
+        UnsupportedError: there are only weights in another format.
+    """
+    for form in FORMATS:
+        if _present(folder / form.index):
+            named = _read_index(folder, form)
+            return WeightFiles(form, tuple(folder / name for name in dict.fromkeys(named.values())), named)
+        if _present(folder / form.single):
+            return WeightFiles(form, (folder / form.single,), None)
+    raise _no_weights(folder)
+
+
+def safetensors_name(path: Path) -> Path:
+    """What a weight file is called in a result: ``pytorch_model-1-of-2.bin`` → ``model-1-of-2.safetensors``."""
+    return path.with_name(path.name.removeprefix("pytorch_")).with_suffix(".safetensors")
+
+
+def only_adapter(folder: Path) -> UnsupportedError | None:
+    """The refusal of a folder that holds an adapter and no model; None for any other folder."""
+    if not (folder / "adapter_config.json").exists():
+        return None
+    return UnsupportedError(
+        f"{folder} holds only a PEFT adapter, not a model.",
+        "Merge it first (PeftModel.merge_and_unload, then save_pretrained) and convert the merged checkpoint.",
+    )
+
+
+def _present(file: Path) -> bool:
+    return file.is_symlink() or file.exists()
+
+
+def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
+    adapter = only_adapter(folder)
+    if adapter is not None:
+        return adapter
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    if shards:
+        return CheckpointError(
+            f"{folder} holds {shards[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}.",
+            "The checkpoint is incomplete: fetch the index as well.",
+        )
+    others = sorted(file.name for file in folder.iterdir() if any(fnmatch(file.name, form) for form in FOREIGN_WEIGHTS))
+    if others:
+        return UnsupportedError(
+            f"{folder} has no weights that can be read, only {', '.join(others[:4])}{' …' if len(others) > 4 else ''}.",
+            "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER).",
+        )
+    return CheckpointError(f"{folder} holds no weights.", "Give a folder with model.safetensors or its shards.")
+
+
+def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:
+    """The weight map of the index; its names come from strangers, so one that leaves the folder is refused."""
+    index = folder / form.index
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
+        named = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except OSError as problem:
+        raise CheckpointError(f"{index} cannot be read: {problem.strerror}.") from problem
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise CheckpointError(f"{index} is no valid index of shards.", "Fetch or repair this file.") from problem
+    if not named:
+        raise CheckpointError(f"{index} names no tensor.", "Fetch or repair this file.")
+    for name in dict.fromkeys(named.values()):
+        outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\\" in name
+        if outside or ".." in PurePosixPath(name).parts or "\0" in name or not name.endswith(form.suffix):
+            raise CheckpointError(f"{index} points to {name!r}, which is no {form.suffix} file inside the folder.")
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{index} names {name}, which is not there.", "The checkpoint is incomplete: fetch it again."
+            )
+    return named

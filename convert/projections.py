@@ -1,0 +1,124 @@
+"""The tensors of one block: read from disk as heads, merged by a method, and back in the form that the disk has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.source import Checkpoint
+from ..errors import UnsupportedError
+from .blocks import Block
+from .families import Family, full_width_norm
+from .grouping import similarity_order
+from .heads import Attention, Rotary, permuted
+from .methods import MethodContext, Pool, pool_random
+from .norms import FRESH, merge_full_width
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_SEEDED = ("k", "v", "k_bias", "v_bias", "k_conv", "v_conv", "k_taps", "v_taps")
+"""Roles in the order of their seeds, so that no two tensors of a block get the same random numbers."""
+
+
+def new_tensors(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
+    """The tensors of one block that change, by disk name, in the shapes of the result."""
+    if plan.rewrites_queries:
+        attention = read_attention(plan.source, plan.family, block)
+        if plan.grouping == "similarity":
+            attention = permuted(attention, similarity_order(attention, plan.groups, context))
+        return disk_tensors(plan.family, block, plan.method.apply(attention, plan.groups, context))
+    heads = _read_heads(plan.source, plan.family, block)
+    pool = plan.method.pool
+    assert pool is not None  # a method without one rewrites queries
+    spans_all_heads = full_width_norm(block, plan.source) and pool is not pool_random
+    merged = dict(heads)
+    for role in heads:
+        if role in FRESH and pool is pool_random:
+            merged[role] = torch.full_like(heads[role][: plan.groups], FRESH[role])
+        elif not role.startswith("q"):
+            merged[role] = pool(heads[role], plan.groups, _seeded(context, role))
+    if spans_all_heads:
+        merged |= _merge_full_width(heads, plan.groups, pool, context)
+    return _joined(block, merged, plan.family.query_heads, plan.groups)
+
+
+def _seeded(context: MethodContext, role: str) -> MethodContext:
+    return context.for_tensor(_SEEDED.index(role)) if role in _SEEDED else context
+
+
+def _merge_full_width(
+    heads: Mapping[str, Tensor], groups: int, pool: Pool, context: MethodContext
+) -> dict[str, Tensor]:
+    bias = heads.get("k_bias")
+    k_GDC, bias_GD, norm_GD = merge_full_width(
+        heads["k"], bias, heads["k_norm"], lambda rows: pool(rows, groups, context), context.second_moment
+    )
+    return {"k": k_GDC, "k_norm": norm_GD} | ({} if bias_GD is None else {"k_bias": bias_GD})
+
+
+def _read_heads(source: Checkpoint, family: Family, block: Block) -> dict[str, Tensor]:
+    """Role → (heads, R, …) of every tensor that follows the KV heads, in the dtype on disk."""
+    found: dict[str, Tensor] = {}
+    for stored in block.stored:
+        tensors = [source.read(name) for name in stored.names]
+        found |= stored.split(tensors, family.query_heads, block.kv_heads)
+    return found
+
+
+def read_attention(source: Checkpoint, family: Family, block: Block) -> Attention:
+    """One block of a checkpoint as heads, in float32 (float64 stays); the block must be ``rewritable``."""
+    heads = _read_heads(source, family, block)
+    for role, name in (("q", block.q), ("q_bias", block.q_bias)):
+        if name is not None and role not in heads:
+            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))
+    if not {"q", "k", "v"} <= heads.keys() or block.o is None:
+        raise UnsupportedError(f"{block.module} has no query or output projection that is known: {block.rewritable}.")
+    wide = {role: _widened(tensor) for role, tensor in heads.items()}
+    return Attention(
+        q_HDC=wide["q"],
+        k_KDC=wide["k"],
+        v_KDC=wide["v"],
+        o_CHD=_widened(source.read(block.o)).unflatten(1, (family.query_heads, -1)),
+        q_bias_HD=wide.get("q_bias"),
+        k_bias_KD=wide.get("k_bias"),
+        v_bias_KD=wide.get("v_bias"),
+        rotary=block.rotary or Rotary("none", 0),
+        keys_normed=block.keys_normed,
+        q_norm_D=None if block.q_norm is None else _widened(source.read(block.q_norm)),
+        k_norm_D=None if block.k_norm is None else _widened(source.read(block.k_norm)),
+    )
+
+
+def disk_tensors(family: Family, block: Block, attention: Attention) -> dict[str, Tensor]:
+    """Every tensor of the block that holds a part of ``attention``, by disk name; the inverse of reading."""
+    roles = {
+        "q": attention.q_HDC,
+        "k": attention.k_KDC,
+        "v": attention.v_KDC,
+        "q_bias": attention.q_bias_HD,
+        "k_bias": attention.k_bias_KD,
+        "v_bias": attention.v_bias_KD,
+    }
+    heads = {role: tensor for role, tensor in roles.items() if tensor is not None}
+    made = _joined(block, heads, family.query_heads, attention.kv_heads)
+    for role, name in (("q", block.q), ("q_bias", block.q_bias)):
+        if name is not None and name not in made:
+            made[name] = heads[role].flatten(0, 1)
+    if block.o is not None:
+        made[block.o] = attention.o_CHD.flatten(1)
+    return made
+
+
+def _joined(block: Block, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    for stored in block.stored:
+        made |= stored.join(heads, query_heads, groups)
+    return made
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

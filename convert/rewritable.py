@@ -1,0 +1,70 @@
+"""Decide whether a block's queries and outputs may be rewritten together with its keys and values."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoint.header import TensorInfo
+
+if TYPE_CHECKING:
+    from .blocks import Block
+
+_KNOWN = re.compile(
+    r"([qkv]_proj|qkv_proj|Wqkv|query_key_value|c_attn|o_proj|out_proj|dense|c_proj|wo)\.(weight|bias)|[qk]_norm\.weight"
+)
+"""Parameters of an attention block that a change of basis inside its heads accounts for."""
+
+
+def reason_against_rewriting(
+    model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorInfo], query_heads: int
+) -> str | None:
+    """Why a change of basis inside the heads would not be exact, or None."""
+    config = model.config.get_text_config()
+    module = model.get_submodule(block.module)
+    own = {name for name, _ in module.named_parameters()}
+    unknown = [name for name in own if not _KNOWN.fullmatch(name)]
+    fused = block.q == block.k
+    if block.q is None or block.o is None or (own & {"q_proj.bias"} and block.q_bias is None):
+        return "its query and output projections are not recognised"
+    if unknown:
+        return f"{min(unknown)} acts inside the attention block"
+    if block.v == block.k and not fused:
+        return "its values are its keys"
+    if getattr(module, "v_norm", None) is not None:
+        return "it normalises its values"
+    if "k_norm" in block.roles():
+        return "its key norm has weights for every key head"
+    if not fused and tensors[block.q].shape[0] != query_heads * block.head_dim:
+        return f"{block.q} holds more than the queries"
+    if tensors[block.o].shape[1] != query_heads * block.value_dim:
+        return f"{block.o} does not read the heads directly"
+    if block.rotary is None:
+        return "the layout of its rotary position embedding is not certain"
+    if getattr(config, "clip_qkv", None) is not None or getattr(module, "clip_qkv", None) is not None:
+        return "it clips queries, keys and values (clip_qkv)"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some layers use the keys and values of others (num_kv_shared_layers)"
+    if block.keys_normed and block.k_norm is None:
+        return "it normalises keys in a way that is not known"
+    return None
+
+
+def norms_keys(module: nn.Module) -> bool:
+    """True when the attention's code normalises anything, by a module, a flag that is on, or a function.
+
+    Read from the source, because some classes do it without a weight or a module of its own.
+    """
+    code = re.sub(r"#.*", "", inspect.getsource(type(module).forward))
+    for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
+        own = word.removeprefix("self.")
+        found = getattr(module, own.split(".")[0], None)
+        absent = word.startswith("self.") and (found in (None, False) or isinstance(found, float))  # a mere factor
+        if not absent:
+            return True
+    return False

@@ -1,0 +1,76 @@
+"""A source that presents itself as a checkpoint of its target type; nothing is computed until a tensor is read."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.header import Header, TensorInfo
+from ...checkpoint.source import Checkpoint
+from .lazy import Lazy, require_finite
+
+
+@dataclass(frozen=True)
+class RewrittenCheckpoint(Checkpoint):
+    """Config, names, shapes and dtypes are those of the target type; folder and side files are the source's.
+
+    Attributes:
+        original: the source as it is on disk.
+        source_type, model_type: of the source and of this.
+        class_name: of the target type.
+        runs, fails: where the result runs and where it does not, a sentence each.
+        lazies: name → the tensor.
+        scratch: a folder in which it may be written whole, for those who have to run it.
+    """
+
+    original: Checkpoint | None = None
+    source_type: str = ""
+    model_type: str = ""
+    class_name: str = ""
+    runs: str = ""
+    fails: str = ""
+    lazies: dict[str, Lazy] = field(default_factory=dict)
+    scratch: Path | None = None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Compute one tensor, in the dtype it is stored in or wider.
+
+        Raises:
+            CheckpointError: its values do not fit into the dtype it is stored in.
+        """
+        lazy = self.lazies[name]
+        tensor = lazy.compute()
+        require_finite(name, tensor, lazy.dtype)
+        return tensor
+
+    def describe(self) -> dict[str, Any]:
+        """What headfold.json says about the rewrite."""
+        assert self.original is not None
+        return {
+            "from": self.source_type,
+            "to": self.model_type,
+            "class": self.class_name,
+            "runs": self.runs,
+            "fails": self.fails,
+            "original_digest": self.original.digest(),
+        }
+
+    def digest(self) -> str:
+        """The digest of the source together with the type that it is rewritten as: its inner states differ."""
+        assert self.original is not None
+        return hashlib.sha256(f"{self.original.digest()} as {self.model_type}".encode()).hexdigest()
+
+
+def headers_of(lazies: dict[str, Lazy], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:
+    """Headers and places as they would be: every tensor in the file that it comes from, without a byte range there."""
+    tensors = {name: TensorInfo(name, lazy.dtype, lazy.shape, lazy.file, 0, 0) for name, lazy in lazies.items()}
+    headers = {}
+    for file in files:
+        inside = tuple(info for info in tensors.values() if info.file == file)
+        if inside:
+            headers[file] = Header(inside, {})
+    return headers, tensors

@@ -1,0 +1,223 @@
+"""Which type a source is rewritten as: one row a type, and the reasons why some settings have no route."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+from ...checkpoint.source import Checkpoint
+from ...errors import CheckpointError, UnsupportedError, UsageError
+from ..shapes import known_type, model_class, resolved_config
+from . import sources
+from .checkpoint import RewrittenCheckpoint, headers_of
+from .decoder import Decoder, Settings
+from .reading import Reader
+from .targets import GPT_BIGCODE, NEMOTRON, PHI, Target
+
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "task_specific_params")
+"""Keys of config.json that mean the same in every type."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A source type.
+
+    Attributes:
+        target: resolved config → the type it is rewritten as.
+        settings: resolved config → settings in words of our own.
+        read: its tensors → neutral form.
+        demands: (test of the resolved config that must hold, why not otherwise).
+    """
+
+    target: Callable[[Any], Target]
+    settings: Callable[[Any], Settings]
+    read: Callable[[Reader, Settings], Decoder]
+    demands: Sequence[tuple[Callable[[Any], bool], str]] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one checkpoint can be converted although its own class has no KV-head setting."""
+
+    source_type: str
+    target: Target
+    settings: Settings
+
+    @property
+    def heads(self) -> int:
+        """Query heads, which are as many as KV heads."""
+        return self.settings.heads
+
+    @property
+    def groups(self) -> list[int]:
+        """The numbers of groups that it leads to."""
+        if self.target.any_groups:
+            return [groups for groups in range(1, self.heads + 1) if self.heads % groups == 0]
+        return sorted({1, self.heads})
+
+    def describe(self) -> str:
+        """What the user gets."""
+        target = self.target
+        return f"Rewritten exactly as {target.model_type} ({target.class_name}). {target.runs} {target.fails}"
+
+
+ROWS: dict[str, Row] = {
+    "gpt_neox": Row(
+        lambda config: PHI if config.use_parallel_residual else NEMOTRON,
+        sources.neox_settings,
+        sources.read_neox,
+        (
+            (
+                lambda config: (
+                    config.use_parallel_residual or config.rope_parameters.get("rope_type", "default") == "default"
+                ),
+                "it stretches its rotary positions, which transformers 4 ignores in nemotron",
+            ),
+        ),
+    ),
+    "gptj": Row(lambda config: PHI, sources.gptj_settings, sources.read_gptj),
+    "codegen": Row(lambda config: PHI, sources.gptj_settings, sources.read_codegen),
+    "gpt2": Row(
+        lambda config: GPT_BIGCODE,
+        sources.gpt_settings,
+        sources.read_gpt2,
+        ((lambda config: not config.add_cross_attention, "it has cross attention (add_cross_attention)"),),
+    ),
+    "opt": Row(
+        lambda config: GPT_BIGCODE,
+        sources.opt_settings,
+        sources.read_opt,
+        (
+            (lambda config: config.do_layer_norm_before, "its norms come after attention and MLP, as in opt-350m"),
+            (lambda config: config.word_embed_proj_dim == config.hidden_size, "it projects its embeddings"),
+            (lambda config: not config._remove_final_layer_norm, "it has no norm before its output head"),
+        ),
+    ),
+}
+
+
+def route_of(config: dict[str, Any]) -> Route | None:
+    """The route for a checkpoint, from its config.json alone; None where its type has none.
+
+    Raises:
+        UnsupportedError: the type has a route, but not with these settings.
+    """
+    model_type = config.get("model_type")
+    row = ROWS.get(model_type) if isinstance(model_type, str) else None
+    if row is None:
+        return None
+    resolved = resolved_config(config)
+    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type(config)]
+    if model_class(config).__name__ != usual:
+        raise UnsupportedError(
+            f"Of type {model_type}, only {usual} can be rewritten, not {model_class(config).__name__}."
+        )
+    _require_sizes(resolved)
+    for holds, reason in row.demands:
+        if not holds(resolved):
+            raise UnsupportedError(f"This {model_type} checkpoint has no native type with fewer KV heads: {reason}.")
+    return Route(str(model_type), row.target(resolved), row.settings(resolved))
+
+
+def _require_sizes(resolved: Any) -> None:
+    """Refuse sizes that no model can have; the classes that are built later would fail in words of their own."""
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    for name in names:
+        size = getattr(resolved, name)
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(f"config.json asks for a model whose {name} is {size}.", "Repair config.json.")
+    if resolved.hidden_size % resolved.num_attention_heads:
+        raise CheckpointError(
+            f"config.json asks for {resolved.num_attention_heads} heads in a hidden size of {resolved.hidden_size}.",
+            "Repair config.json.",
+        )
+
+
+def rewritten(checkpoint: Checkpoint, groups: int) -> Checkpoint:
+    """The checkpoint as its target type where it needs one to have ``groups`` KV heads, else itself.
+
+    Raises:
+        UsageError: the target type cannot have this number.
+        UnsupportedError: the checkpoint cannot be rewritten exactly.
+        CheckpointError: config.json and the tensors contradict each other.
+    """
+    route = route_of(checkpoint.config)
+    if route is None:
+        return checkpoint
+    if groups not in route.groups:
+        reason = "" if route.target.any_groups else f": its result, {route.target.model_type}, has one KV head or all"
+        raise UsageError(
+            f"{route.heads} KV heads of type {route.source_type} cannot be merged into {groups} groups{reason}.",
+            f"Possible numbers of groups: {', '.join(map(str, route.groups))}.",
+        )
+    return as_target(checkpoint, route)
+
+
+def as_target(checkpoint: Checkpoint, route: Route) -> RewrittenCheckpoint:
+    """See :func:`rewritten`."""
+    reader = Reader(checkpoint)
+    decoder = ROWS[route.source_type].read(reader, route.settings)
+    lazies = dict(route.target.tensors(decoder))
+    config = target_config(checkpoint, route, tied=decoder.head is None)
+    headers, tensors = headers_of(lazies, checkpoint.weight_files)
+    unused = reader.unused()
+    dropped = [f"{len(unused)} tensors that the class does not use are left out, {unused[0]} for one"] if unused else []
+    return RewrittenCheckpoint(
+        spec=checkpoint.spec,
+        folder=checkpoint.folder,
+        config=config,
+        config_text=json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        headers=headers,
+        sharded=checkpoint.sharded,
+        tensors=tensors,
+        side_files=checkpoint.side_files,
+        left_out=checkpoint.left_out,
+        notes=(*checkpoint.notes, *dropped),
+        original=checkpoint,
+        source_type=route.source_type,
+        model_type=route.target.model_type,
+        class_name=route.target.class_name,
+        runs=route.target.runs,
+        fails=route.target.fails,
+        lazies=lazies,
+    )
+
+
+def target_config(checkpoint: Checkpoint, route: Route, *, tied: bool) -> dict[str, Any]:
+    """config.json of the target type, with all KV heads; no weights are needed.
+
+    Args:
+        tied: the output head is the embedding.
+    """
+    source = checkpoint.config
+    resolved = resolved_config(source)
+    ids = {key: getattr(resolved, key, None) for key in _CARRIED if key.endswith("_id")}
+    carried = {key: source[key] for key in _CARRIED if source.get(key) is not None}
+    dtype = source.get("torch_dtype") or source.get("dtype")
+    return {
+        "architectures": [route.target.class_name],
+        "model_type": route.target.model_type,
+        **route.target.config(route.settings, tied),
+        "use_cache": True,
+        **ids,
+        **({} if _names_tokenizer(checkpoint) else {"tokenizer_class": TOKENIZER_MAPPING_NAMES[route.source_type]}),
+        **carried,
+        **({} if dtype is None else {"torch_dtype": dtype}),
+    }
+
+
+def _names_tokenizer(checkpoint: Checkpoint) -> bool:
+    """True when the folder says which tokenizer class it needs; otherwise the model type decides, and it changes."""
+    file = checkpoint.folder / "tokenizer_config.json"
+    if not file.exists():
+        return False
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{file} is no valid JSON.", "Fetch or repair this file.") from problem
+    return isinstance(named, dict) and named.get("tokenizer_class") is not None

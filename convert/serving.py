@@ -1,0 +1,119 @@
+"""What the usual serving stacks do with G KV heads: by their published sources, nothing here was run on a GPU.
+
+Tensor parallelism (each stack's own name for it) splits heads over devices; all but llama.cpp need H divisible by the
+number of devices. docs/serving.md has the table in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES = (1, 2, 4, 8)
+"""Numbers of devices that a table shows."""
+EVEN, COPIED, REFUSED = "even", "copied", "refused"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How one stack distributes KV heads.
+
+    Attributes:
+        splits_heads: False when whole layers go to devices, so that the number of heads does not matter.
+        copies_heads: with fewer KV heads than devices, each head is kept by several of them.
+        kernel_groups: query heads per KV head with a decoding kernel of their own; None: any number.
+        otherwise: what happens to the other numbers.
+        source: where this is written.
+    """
+
+    name: str
+    splits_heads: bool
+    copies_heads: bool
+    kernel_groups: frozenset[int] | None
+    otherwise: str
+    source: str
+
+
+STACKS = (
+    Stack(
+        "transformers",
+        splits_heads=True,
+        copies_heads=False,
+        kernel_groups=None,
+        otherwise="",
+        source="huggingface/transformers#48307: native tensor parallelism has no copies of KV heads",
+    ),
+    Stack(
+        "vLLM",
+        splits_heads=True,
+        copies_heads=True,
+        kernel_groups=frozenset({1, 2, 3, 4, 8}),
+        otherwise="FlashInfer has no decoding kernel of its own and takes the one for prompts; FlashAttention has one",
+        source="vllm/model_executor/models/llama.py; DISPATCH_GQA_GROUP_SIZE in flashinfer/utils.cuh",
+    ),
+    Stack(
+        "SGLang",
+        splits_heads=True,
+        copies_heads=True,
+        kernel_groups=frozenset({1, 2, 3, 4, 8}),
+        otherwise="FlashInfer has no decoding kernel of its own and takes the one for prompts; FlashAttention has one",
+        source="sglang/srt/models/llama.py; DISPATCH_GQA_GROUP_SIZE in flashinfer/utils.cuh",
+    ),
+    Stack(
+        "TensorRT-LLM",
+        splits_heads=True,
+        copies_heads=True,
+        kernel_groups=frozenset(range(1, 33)),
+        otherwise="no XQA kernel, so decoding falls back to the general one",
+        source="head_grp_size in cpp/tensorrt_llm/kernels/…/decoderXQAImplJIT/supportConfig.cpp",
+    ),
+    Stack(
+        "llama.cpp",
+        splits_heads=False,
+        copies_heads=False,
+        kernel_groups=None,
+        otherwise="",
+        source="layers are distributed (--split-mode layer); n_head must be divisible by n_head_kv, which it is",
+    ),
+)
+
+
+def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> str:
+    """``even``, ``copied`` (each KV head on several devices) or ``refused``."""
+    if not stack.splits_heads:
+        return EVEN
+    if query_heads % devices:
+        return REFUSED
+    if kv_heads % devices == 0:
+        return EVEN
+    return COPIED if stack.copies_heads and devices % kv_heads == 0 else REFUSED
+
+
+def shown(devices: dict[int, str]) -> str:
+    """The accepted numbers of devices, those that need copies in parentheses: ``1 2 (4 8)``."""
+    even = " ".join(str(size) for size, how in devices.items() if how == EVEN)
+    copied = " ".join(str(size) for size, how in devices.items() if how == COPIED)
+    return f"{even} ({copied})" if copied else even
+
+
+def slow_kernels(query_heads: int, kv_heads: int) -> list[str]:
+    """Stacks that have no decoding kernel of their own for this many query heads per KV head."""
+    members = query_heads // kv_heads
+    return [stack.name for stack in STACKS if stack.kernel_groups is not None and members not in stack.kernel_groups]
+
+
+def parallel_warnings(groups: int, devices: int) -> list[str]:
+    """What somebody who wants to serve ``groups`` KV heads on ``devices`` should know before converting."""
+    found = []
+    if devices % groups and groups % devices:
+        found.append(
+            f"{groups} KV heads cannot be distributed over {devices} devices: vLLM, SGLang and TensorRT-LLM want the "
+            "one to divide the other"
+        )
+    elif groups < devices:
+        found.append(
+            f"{groups} KV heads on {devices} devices need replication, {devices // groups} copies of each: the cache "
+            f"of a device shrinks no further, and transformers refuses. Max TP without KV replication = {groups}"
+        )
+    if groups & (groups - 1):
+        found.append(f"{groups} KV heads are no power of two, as numbers of devices usually are")
+    return found

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from headfold.checkpoint.shards import resharded, shard_bytes
+from headfold.checkpoint.write import OutFile, OutTensor
+from headfold.convert.run import convert_checkpoint
+from headfold.errors import UsageError
+from safetensors.torch import load_file
+from tiny import logits_of, tiny_model
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("2GiB", 2**31), ("1.5 kb", 1500), ("200", 200)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert shard_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "0", "0.1", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match="no size"):
+        shard_bytes(text)
+
+
+def test_files_are_full_and_a_large_tensor_gets_one_of_its_own() -> None:
+    shapes = {"a": (4,), "b": (4,), "c": (100,), "d": (4,)}
+    tensors = tuple(OutTensor(name, "F32", shape, None) for name, shape in shapes.items())
+    files = resharded([OutFile(Path("x"), tensors[:2], {"k": "v"}), OutFile(Path("y"), tensors[2:], {})], 40)
+    assert sorted([tensor.name for tensor in file.tensors] for file in files) == [["a", "b"], ["c"], ["d"]]
+    assert [file.path.name for file in files] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert all(file.metadata == {"k": "v"} for file in files)
+
+
+@pytest.mark.parametrize(("before", "size", "files"), [("1GB", "60KB", 3), ("60KB", "1GB", 1), ("40KB", "80KB", 2)])
+def test_a_conversion_in_shards_of_a_wanted_size(before: str, size: str, files: int, tmp_path: Path) -> None:
+    model = tiny_model("llama", 4, 4)
+    model.save_pretrained(tmp_path / "m", max_shard_size=before)
+    plain = convert_checkpoint(tmp_path / "m", tmp_path / "plain", groups=2)
+    out = convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=2, max_shard_size=size)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) >= files
+    assert len(shards) == files or files > 1
+    named = {name: file.name for file in shards for name in load_file(file)}
+    index = out / "model.safetensors.index.json"
+    assert index.exists() == (len(shards) > 1)
+    if index.exists():
+        found = json.loads(index.read_text())
+        assert found["weight_map"] == named
+        assert found["metadata"]["total_size"] == sum(t.nbytes for file in shards for t in load_file(file).values())
+        assert all(file.stat().st_size < 90_000 for file in shards)
+    loaded, expected = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (out, plain))
+    assert torch.equal(logits_of(loaded), logits_of(expected))
