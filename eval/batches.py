@@ -1,24 +1,20 @@
-"""Windows in batches: padded, shared over processes, and where each scored token's logits stand.
+"""Windows in batches: padded, and where each scored token's logits stand.
 
 Letters of shapes: B windows in a batch, T tokens in a window, N scored tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..console import progress
 from ..errors import DataError, UsageError
 from .windows import TokenDocument, Window, make_windows
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -41,30 +37,15 @@ class Batch:
     places_N: Tensor
 
 
-def shared_batches(
-    documents: Sequence[TokenDocument],
-    window: int,
-    stride: int | None,
-    batch_size: int,
-    accelerator: Accelerator | None = None,
-) -> Iterator[tuple[Batch, bool]]:
-    """This process's batches, each with whether its result counts.
-
-    Batches are the same for any number of processes. Where they do not divide evenly, a process repeats the first
-    batch without counting it, since sharded models need the same number of forward passes everywhere.
-    """
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    groups = _grouped(documents, window, stride, batch_size)
-    with progress("scoring", total=len(groups)) as advance:
-        for first in range(0, len(groups), world):
-            mine = first + rank < len(groups)
-            yield _collate(groups[first + rank if mine else 0], documents), mine
-            advance(min(world, len(groups) - first))
-
-
-def _grouped(
+def group_windows(
     documents: Sequence[TokenDocument], window: int, stride: int | None, batch_size: int
 ) -> list[list[Window]]:
+    """The windows of each batch; the same for any number of processes.
+
+    Raises:
+        UsageError: window, stride or batch size out of range.
+        DataError: no documents.
+    """
     if batch_size < 1:
         raise UsageError(f"The batch size is {batch_size}.", "Give a batch size of at least 1.")
     if not documents:
@@ -75,12 +56,13 @@ def _grouped(
     return [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
 
 
-def _collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> Batch:
+def collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> Batch:
+    """One batch of these windows."""
     longest = max(made.stop - made.start for made in windows)
     ids_BT = torch.zeros(len(windows), longest, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
     rows, columns, places = [], [], []
-    offsets = np.cumsum([0, *(document.scored for document in documents)])
+    offsets = offsets_of(documents)
     for row, made in enumerate(windows):
         ids = made.ids(documents)
         ids_BT[row, : len(ids)] = torch.tensor(ids)
@@ -88,7 +70,7 @@ def _collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> B
         positions = torch.arange(made.first_scored, made.stop)
         rows.append(torch.full_like(positions, row))
         columns.append(positions - made.start - 1)
-        places.append(positions - 1 + int(offsets[made.document]))
+        places.append(torch.from_numpy(places_of(made, offsets)))
     rows_N, columns_N = torch.cat(rows), torch.cat(columns)
     return Batch(
         ids_BT,
@@ -100,7 +82,16 @@ def _collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> B
     )
 
 
-def split_by_document(values_N: Tensor, documents: Sequence[TokenDocument]) -> list[np.ndarray[Any, Any]]:
+def offsets_of(documents: Sequence[TokenDocument]) -> np.ndarray[Any, Any]:
+    """Index of each document's first scored token among all."""
+    return np.cumsum([0, *(document.scored for document in documents)])
+
+
+def places_of(made: Window, offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Indices of a window's scored tokens among all."""
+    return np.arange(made.first_scored, made.stop) - 1 + int(offsets[made.document])
+
+
+def split_by_document(values_N: np.ndarray[Any, Any], documents: Sequence[TokenDocument]) -> list[np.ndarray[Any, Any]]:
     """Cut values of all scored tokens into one array per document."""
-    borders = np.cumsum([document.scored for document in documents])[:-1]
-    return list(np.split(values_N.numpy(), borders))
+    return list(np.split(values_N, offsets_of(documents)[1:-1]))

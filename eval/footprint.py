@@ -7,12 +7,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..console import progress
 from ..errors import UnsupportedError
+from .memory import CacheSize, peak_bytes
 from .perplexity import evaluating
 
 _SHORT, _LONG = 4, 12  # two lengths below any sliding window; their difference leaves out state of fixed size
@@ -20,28 +23,39 @@ _SHORT, _LONG = 4, 12  # two lengths below any sliding window; their difference 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How decoding is timed.
+    """How decoding is timed: once for every pair of a context and a batch.
 
     Attributes:
-        batches: sequences decoded side by side, one measurement each; empty measures nothing.
-        context: prompt tokens.
+        contexts: prompt tokens.
+        batches: sequences decoded side by side.
         new_tokens: tokens decoded after the first.
         repeats: runs per model; models take turns, so that a slow moment of the machine hits all of them.
+            None at all measures nothing.
     """
 
+    contexts: tuple[int, ...] = (64, 256)
     batches: tuple[int, ...] = (1, 8)
-    context: int = 256
-    new_tokens: int = 64
+    new_tokens: int = 32
     repeats: int = 3
+
+    def points(self) -> list[tuple[int, int]]:
+        """(context, batch), the most demanding one last."""
+        grid = [(context, batch) for context in sorted(self.contexts) for batch in sorted(self.batches)]
+        return grid if self.repeats else []
 
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Seconds of one model at one batch size, one entry per repeat."""
+    """One model at one point of the grid; one entry of seconds per repeat.
 
-    batch: int
+    Attributes:
+        peak_bytes: the model's weights and the most that prompt and decoding hold beside them.
+    """
+
     context: int
+    batch: int
     new_tokens: int
+    peak_bytes: int = 0
     first_token_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
 
@@ -56,19 +70,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """The KV cache as the model fills it.
-
-    Attributes:
-        bytes_per_token: growth of the cache per token of one sequence, all layers.
-        kv_heads: heads in the cache by layer.
-    """
-
-    bytes_per_token: float
-    kv_heads: list[int]
-
-
 def measure_cache(model: Any) -> CacheSize:
     """Fill the cache twice and read sizes off its tensors.
 
@@ -76,21 +77,45 @@ def measure_cache(model: Any) -> CacheSize:
         UnsupportedError: the model keeps no cache of keys and values.
     """
     with evaluating(model):
-        short, long = (_cache_tensors(_forward(model, _some_ids(model, length), None)[1]) for length in (_SHORT, _LONG))
-    grown = sum(_bytes(tensor) for pair in long for tensor in pair) - sum(
-        _bytes(tensor) for pair in short for tensor in pair
-    )
-    return CacheSize(grown / (_LONG - _SHORT), [keys.shape[1] for keys, _ in long])
+        short, long = (_cache_layers(_forward(model, _some_ids(model, length), None)[1]) for length in (_SHORT, _LONG))
+    grown = [
+        (_layer_bytes(after) - _layer_bytes(before)) / (_LONG - _SHORT)
+        for before, after in zip(short, long, strict=True)
+    ]
+    return CacheSize(grown, [layer.keys.shape[1] for layer in long], [_window(layer) for layer in long])
+
+
+def cache_formula(config: Any, element_bytes: int) -> float | None:
+    """Bytes of KV cache per token by the config: 2 · layers · KV heads · head dim · bytes of an element.
+
+    None where the config does not describe one plain cache for all layers.
+    """
+    text = config.get_text_config()
+    try:
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return float(2 * text.num_hidden_layers * kv_heads * head_dim * element_bytes)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _window(layer: Any) -> int | None:
+    found = getattr(layer, "sliding_window", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _layer_bytes(layer: Any) -> int:
+    return _bytes(layer.keys) + _bytes(layer.values)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _cache_tensors(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values (batch, heads, tokens, D) of each layer that has them."""
-    layers = getattr(cache, "layers", [])
-    found = [(layer.keys, layer.values) for layer in layers if getattr(layer, "keys", None) is not None]
+def _cache_layers(cache: Any) -> list[Any]:
+    """The layers of the cache with keys and values (batch, heads, tokens, D)."""
+    found = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
     if not found:
         raise UnsupportedError(
             "The model keeps no KV cache that could be measured.", "Only models with one can be compared."
@@ -114,34 +139,43 @@ def _forward(model: Any, ids_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
 
 
 def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[list[DecodeTimes]]:
-    """Time greedy decoding with a KV cache; for each model a list by batch size.
+    """Time greedy decoding with a KV cache; for each model a list by point of the grid.
 
-    The models take turns within each repeat, after one run each that is not timed.
+    The models take turns within each repeat, after one run each that is not timed but watched for its memory.
     """
     results: list[list[DecodeTimes]] = [[] for _ in models]
-    for batch in settings.batches:
-        times = [DecodeTimes(batch, settings.context, settings.new_tokens) for _ in models]
-        for repeat in range(settings.repeats + 1):
-            for model, record in zip(models, times, strict=True):
-                first, decode = _decode_once(model, batch, settings)
-                if repeat > 0:
-                    record.first_token_seconds.append(first)
-                    record.decode_seconds.append(decode)
-        for result, record in zip(results, times, strict=True):
-            result.append(record)
+    points = settings.points()
+    with progress("timing", total=len(points) * len(models) * (settings.repeats + 1)) as advance:
+        for context, batch in points:
+            for model, result in zip(models, results, strict=True):
+                peak = peak_bytes(model.device, partial(_decode_once, model, context, batch, settings.new_tokens))
+                result.append(DecodeTimes(context, batch, settings.new_tokens, _weight_bytes(model) + peak))
+                advance()
+            for _ in range(settings.repeats):
+                for model, result in zip(models, results, strict=True):
+                    first, decode = _decode_once(model, context, batch, settings.new_tokens)
+                    result[-1].first_token_seconds.append(first)
+                    result[-1].decode_seconds.append(decode)
+                    advance()
     return results
 
 
-def _decode_once(model: Any, batch: int, settings: DecodeSettings) -> tuple[float, float]:
+def _weight_bytes(model: Any) -> int:
+    """Parameters and buffers in memory; tied ones count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
+
+
+def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and seconds of the ``new_tokens`` after it."""
-    prompt_BT = _some_ids(model, settings.context, batch)
+    prompt_BT = _some_ids(model, context, batch)
     clock = _clock(model.device)
     with evaluating(model):
         began = next(clock)
         logits_BV, cache = _forward(model, prompt_BT, None)
         ids_B1 = logits_BV.argmax(-1, keepdim=True)
         first = next(clock)
-        for _ in range(settings.new_tokens):
+        for _ in range(new_tokens):
             logits_BV, cache = _forward(model, ids_B1, cache)
             ids_B1 = logits_BV.argmax(-1, keepdim=True)
         return first - began, next(clock) - first

@@ -10,7 +10,7 @@ import torch
 
 from ..console import warn
 from ..errors import UsageError
-from .perplexity import DEFAULT_WINDOW
+from .reading import DEFAULT_WINDOW
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")

@@ -42,15 +42,21 @@ class Features:
         self._embeddings = _input_embeddings(model)
         self._backbone = _backbone(model)
 
-    def slices(self, batch: Batch, vocab: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def slices(
+        self, batch: Batch, vocab: int | None = None, size: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Float32 logits (N, V) and targets (N) for consecutive slices of the batch's scored tokens.
+
+        Args:
+            vocab: cut to the first ids.
+            size: tokens of a slice; by default as many as fit into the memory granted.
 
         Raises:
             DataError: a token id is outside the model's vocabulary.
         """
         hidden_NX = self.hidden(batch)
         targets_N = batch.targets_N.to(self._device)
-        size = self.slice_size(vocab)
+        size = size or self.slice_size(vocab)
         for first in range(0, len(targets_N), size):
             logits_NV = self.logits(hidden_NX[first : first + size], vocab)
             yield logits_NV, targets_N[first : first + size].to(logits_NV.device)

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .batches import shared_batches, split_by_document
+from .batches import Batch, split_by_document
 from .logits import Features
+from .reading import DEFAULT_BATCH, DEFAULT_WINDOW, Reading
 from .windows import TokenDocument
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-DEFAULT_WINDOW = 512
-DEFAULT_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,16 @@ def score(
         UsageError: window, stride or batch size out of range.
         DataError: no documents, or token ids that the model does not have.
     """
-    values = torch.zeros(sum(document.scored for document in documents), dtype=torch.float32)
+    reading = Reading(window, stride, batch_size, accelerator)
     with evaluating(model):
         features = Features(model)
-        for batch, mine in shared_batches(documents, window, stride, batch_size, accelerator):
-            found = torch.cat(
-                [nll_nats(logits_NV, targets_N) for logits_NV, targets_N in features.slices(batch, vocab)]
-            )
-            if mine:
-                values[batch.places_N] = found.cpu()
-    if accelerator is not None:
-        # Each token was scored by one process and is zero on the others, so the sum is exact.
-        values = accelerator.reduce(values.to(accelerator.device), reduction="sum").cpu()
-    return Scores(documents, split_by_document(values, documents))
+
+        def nats(batch: Batch) -> Tensor:
+            slices = features.slices(batch, vocab)
+            return torch.cat([nll_nats(logits_NV, targets_N) for logits_NV, targets_N in slices])[None]
+
+        values_1N = reading.values("perplexity", 1, documents, nats)
+    return Scores(documents, split_by_document(values_1N[0].numpy(), documents))
 
 
 def quick_perplexity(

@@ -9,8 +9,9 @@ from typing import Any
 from ..checkpoint.publish import publishing
 from ..console import data, table
 from ..errors import DataError, UsageError
-from . import wording
-from .plots import context_plot, perplexity_plot, recovery_plot
+from . import rows, wording
+from .page import render
+from .plots import report_plots
 from .results import KIND, SCHEMA
 
 RESULTS_NAME, MARKDOWN_NAME, HTML_NAME = "results.json", "report.md", "report.html"
@@ -26,25 +27,22 @@ def write_report(results: Result, folder: Path) -> None:
     (folder / HTML_NAME).write_text(html(results), encoding="utf-8")
 
 
-def rebuild_report(results_path: Path, out: Path, *, overwrite: bool = False) -> Result:
-    """Write the report again from the results of an earlier comparison.
-
-    Args:
-        results_path: a results.json, or the folder that holds it.
-        out: folder for the report.
-
-    Raises:
-        UsageError: there are no results.
-        DataError: the file holds something else, or results of a newer headfold.
-    """
-    results = read_results(results_path)
+def rebuild_report(results: Result, out: Path, *, overwrite: bool = False) -> None:
+    """Write the report of results that were read, see :func:`headfold.eval.merge.gather`, to the folder ``out``."""
     with publishing(out, overwrite=overwrite) as folder:
         write_report(results, folder)
-    return results
 
 
 def read_results(path: Path) -> Result:
-    """results.json of a comparison; raises as :func:`rebuild_report`."""
+    """results.json of a comparison.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Raises:
+        UsageError: there are no results.
+        DataError: the file holds something else, or results of another headfold.
+    """
     file = path / RESULTS_NAME if path.is_dir() else path
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -70,7 +68,7 @@ def print_report(results: Result) -> None:
     """The table on stdout, as it stands in the report, and the verdict below it."""
     columns = ["", *(model["name"] for model in results["models"])]
     body = [
-        [row.label, *(f"{cell.main}\n{cell.detail}".strip() for cell in row.cells)] for row in wording.rows(results)
+        [row.label, *(f"{cell.main}\n{cell.detail}".strip() for cell in row.cells)] for row in rows.table_rows(results)
     ]
     made = results["protocol"]
     windows = f"window {made['window']}, stride {made['stride']}"
@@ -94,7 +92,7 @@ def markdown(results: Result) -> str:
         f"| | {' | '.join(names)} |",
         f"|:--|{'--:|' * len(names)}",
     ]
-    for row in wording.rows(results):
+    for row in rows.table_rows(results):
         cells = " | ".join(_escaped(f"{cell.main} {cell.detail}".strip()) for cell in row.cells)
         lines.append(f"| {row.label} ({row.note}) | {cells} |")
     lines.append("")
@@ -109,48 +107,21 @@ def _escaped(cell: str) -> str:
 
 def html(results: Result) -> str:
     """One page with its style and plots inside; it loads nothing."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    pages = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
-    plots = [
-        (title, caption, Markup(drawn[0]), drawn[1])
-        for title, caption, drawn in (
-            ("Perplexity", "Lower is better. " + _interval_caption(results), perplexity_plot(results)),
-            ("Recovery during uptraining", _RECOVERY_CAPTION, recovery_plot(results)),
-            ("Does long context suffer more?", _CONTEXT_CAPTION, context_plot(results)),
-        )
-        if drawn is not None
-    ]
-    return pages.get_template("report.html").render(
+    pair = results["models"][-1].get("against_source", {})
+    return render(
+        "report.html",
         results=results,
         models=results["models"],
         verdict=wording.verdict(results),
         tiles=wording.tiles(results),
-        rows=wording.rows(results),
-        plots=plots,
-        worst=results["models"][-1].get("against_source", {}).get("worst_documents", []),
+        rows=rows.table_rows(results),
+        grid=rows.grid(results),
+        plots=report_plots(results),
+        worst=pair.get("worst_documents", []),
+        worst_tokens=pair.get("worst_tokens", []),
         protocol=wording.protocol(results),
         number=wording.number,
         change=wording.change,
-        no_recovery=recovery_plot(results) is None,
+        probability=wording.probability,
+        no_recovery=not any(model["recovery"] for model in results["models"]),
     )
-
-
-_RECOVERY_CAPTION = (
-    "Solid: measured by the trainer on its own held-out text as it went. "
-    "Dashed: measured here. Where text or window differ, the levels may differ a little."
-)
-_CONTEXT_CAPTION = "Perplexity divided by the source's, by how many tokens before it a token could see."
-
-
-def _interval_caption(results: Result) -> str:
-    single = results["protocol"]["documents"] < 2
-    return "One document: no interval is possible." if single else "Bars: 95 % interval over documents."

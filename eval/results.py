@@ -1,90 +1,101 @@
 """The content of results.json: every number of a comparison with its interval and its protocol.
 
-Schema 1, the keys a reader may rely on::
+Schema 2, the keys a reader may rely on::
 
-    schema, kind, created, command, versions
+    schema, kind, created, command, settings, versions
     protocol        corpus, revision, text_sha256, ids_sha256, documents, skipped, truncated, tokens, utf8_bytes,
-                    window, stride, batch_size, bos, dtype, device, attention, vocab, uniform_perplexity, interval,
-                    decode
+                    window, stride, batch_size, bos, dtype, device, processes, attention, vocab, uniform_perplexity,
+                    interval, decode, needle, source_from_cache
     documents       name, tokens, utf8_bytes
-    models[]        name, role, path, model_type, parameters, weight_bytes, query_heads, kv_heads, perplexity,
-                    bits_per_byte, nll_nats (one per document), cache_bytes_per_token, decode[], recovery[]
-    models[1:]      also against_source: perplexity_ratio, kl_nats, kl_percentiles, same_top_token, cache_ratio,
-                    speedup[], by_context[], worst_documents[], and recovered (null where it does not apply)
+    models[]        name, role, path, digest, model_type, parameters, weight_bytes, query_heads, kv_heads, perplexity,
+                    bits_per_byte, nll_nats (one per document), cache_bytes_per_token, cache_formula_bytes, capacity,
+                    decode[], needle[], tasks[], recovery[]
+    models[1:]      also against_source, see :mod:`headfold.eval.against`
 
-An estimate is ``{"value", "low", "high"}``; low and high are null with a single document.
+An estimate is ``{"value", "low", "high"}``; low and high are null with a single document. What was not measured is null
+or an empty list.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from .footprint import CacheSize, DecodeTimes, spread
+from .footprint import DecodeTimes, spread
+from .harness import Answered
 from .intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
-from .paired import PairScores
+from .memory import CacheSize
+from .needle import Retrieved, gains
 from .perplexity import Scores
 from .recovery import read_recovery
-from .subjects import UPTRAINED, Subject
-from .windows import TokenText, make_windows
+from .subjects import Subject
+from .windows import TokenText
 
-SCHEMA, KIND = 1, "headfold.eval"
+SCHEMA, KIND = 2, "headfold.eval"
 _PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
-_WORST = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One model's own numbers."""
+    """One model's own numbers.
+
+    Attributes:
+        formula_bytes: KV cache per token by the config, None where it does not say.
+        capacity: what fits into a given memory, see :func:`headfold.eval.memory.capacity`.
+    """
 
     subject: Subject
     parameters: int
     scores: Scores
     cache: CacheSize
-    decode: list[DecodeTimes]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A model and the source, measured side by side."""
-
-    source: Measured
-    other: Measured
-    scores: PairScores
+    formula_bytes: float | None = None
+    capacity: dict[str, Any] | None = None
+    decode: list[DecodeTimes] = field(default_factory=list)
+    retrieved: list[Retrieved] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
 
 
 def pooled(runs: Sequence[Measured]) -> Measured:
-    """The source over all its pairs: the scores are the same each time, the timings are put together."""
-    by_batch = zip(*(run.decode for run in runs), strict=True)
+    """The source over all groups of models that it ran beside: scores are the same, timings are put together."""
+    by_point = zip(*(run.decode for run in runs), strict=True)
     decode = [
         replace(
             times[0],
             first_token_seconds=[second for time in times for second in time.first_token_seconds],
             decode_seconds=[second for time in times for second in time.decode_seconds],
         )
-        for times in by_batch
+        for times in by_point
     ]
     return replace(runs[0], decode=decode)
 
 
 def collect(
-    source: Measured, pairs: Sequence[Pair], text: TokenText, protocol: dict[str, Any], command: str
+    source: Measured,
+    others: Sequence[tuple[Measured, dict[str, Any]]],
+    text: TokenText,
+    protocol: dict[str, Any],
+    command: str,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Put everything measured into the form of results.json."""
+    """Put everything measured into the form of results.json.
+
+    Args:
+        others: each model with its ``against_source``.
+    """
     total = source.scores.total()
     return {
         "schema": SCHEMA,
         "kind": KIND,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
+        "settings": settings,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         "protocol": {
             **protocol,
@@ -108,37 +119,33 @@ def collect(
             {"name": document.name, "tokens": document.scored, "utf8_bytes": document.utf8_bytes}
             for document in text.documents
         ],
-        "models": [_model_row(source), *(_pair_row(pair, pairs, protocol) for pair in pairs)],
+        "models": [_model_row(source), *({**_model_row(one), "against_source": against} for one, against in others)],
     }
 
 
 def _model_row(measured: Measured) -> dict[str, Any]:
     subject, parts = measured.subject, measured.scores.per_document()
-    nats, tokens = _array(part.nll_nats for part in parts), _array(part.tokens for part in parts)
+    nats, tokens = array(part.nll_nats for part in parts), array(part.tokens for part in parts)
     text_config = subject.config.get_text_config()
     return {
         "name": subject.name,
         "role": subject.role,
         "path": subject.spec,
+        "digest": subject.checkpoint.digest(),
         "model_type": subject.config.model_type,
         "parameters": measured.parameters,
         "weight_bytes": subject.checkpoint.weight_bytes,
         "query_heads": getattr(text_config, "num_attention_heads", None),
         "kv_heads": sorted(set(measured.cache.kv_heads)),
         "perplexity": ratio_estimate(nats, tokens).map(math.exp).as_dict(),
-        "bits_per_byte": _bits_per_byte(nats, _array(part.utf8_bytes for part in parts)).as_dict(),
+        "bits_per_byte": _bits_per_byte(nats, array(part.utf8_bytes for part in parts)).as_dict(),
         "nll_nats": nats.tolist(),
         "cache_bytes_per_token": measured.cache.bytes_per_token,
-        "decode": [
-            {
-                "batch": times.batch,
-                "context": times.context,
-                "new_tokens": times.new_tokens,
-                "tokens_per_second": spread(times.tokens_per_second),
-                "first_token_seconds": spread(times.first_token_seconds),
-            }
-            for times in measured.decode
-        ],
+        "cache_formula_bytes": measured.formula_bytes,
+        "capacity": measured.capacity,
+        "decode": [_decode_row(times) for times in measured.decode],
+        "needle": [_needle_row(found) for found in measured.retrieved],
+        "tasks": [_task_row(found) for found in measured.answered],
         # the source may hold the metrics of its own pretraining, which are no recovery of anything
         "recovery": [] if subject.role == "source" else read_recovery(subject.folder),
     }
@@ -151,105 +158,47 @@ def _bits_per_byte(nats: Array, utf8_bytes: Array) -> Estimate:
     return ratio_estimate(nats / math.log(2), utf8_bytes)
 
 
-def _pair_row(pair: Pair, pairs: Sequence[Pair], protocol: dict[str, Any]) -> dict[str, Any]:
-    before, after = _nats(pair.source), _nats(pair.other)
-    tokens = _array(document.scored for document in pair.scores.source.documents)
-    kl = pair.scores.kl_N
-    against = {
-        "perplexity_ratio": ratio_estimate(after - before, tokens).map(math.exp).as_dict(),
-        "kl_nats": ratio_estimate(_sums(kl), tokens).as_dict(),
-        "kl_percentiles": _percentiles(np.concatenate(list(kl))),
-        "same_top_token": ratio_estimate(_sums(pair.scores.same_top_N), tokens).as_dict(),
-        "cache_ratio": pair.source.cache.bytes_per_token / pair.other.cache.bytes_per_token,
-        "speedup": [_speedup(*times) for times in zip(pair.source.decode, pair.other.decode, strict=True)],
-        "by_context": _by_context(pair.scores, protocol["window"], protocol["stride"]),
-        "worst_documents": _worst_documents(pair),
-        "recovered": _recovered(pair, pairs),
+def _decode_row(times: DecodeTimes) -> dict[str, Any]:
+    return {
+        "context": times.context,
+        "batch": times.batch,
+        "new_tokens": times.new_tokens,
+        "tokens_per_second": spread(times.tokens_per_second),
+        "first_token_seconds": spread(times.first_token_seconds),
+        "peak_bytes": times.peak_bytes,
     }
-    return {**_model_row(pair.other), "against_source": against}
 
 
-def _nats(measured: Measured) -> Array:
-    return _array(part.nll_nats for part in measured.scores.per_document())
+def _needle_row(found: Retrieved) -> dict[str, Any]:
+    return {
+        "length": found.length,
+        "gain_nats": mean_estimate(gains(found)),
+        "gain_by_depth": np.mean(found.gain_LD, axis=0).tolist(),
+        "found_by_depth": np.mean(found.found_LD, axis=0).tolist(),
+    }
 
 
-def _sums(values_N: Sequence[np.ndarray[Any, Any]]) -> Array:
-    return _array(values.sum(dtype=np.float64) for values in values_N)
+def _task_row(found: Answered) -> dict[str, Any]:
+    values = array(found.values)
+    return {
+        "task": found.task,
+        "measure": found.measure,
+        "higher_is_better": found.higher_is_better,
+        "questions": len(values),
+        "mean": mean_estimate(values),
+        "standard_error": float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None,
+    }
 
 
-def _array(numbers: Any) -> Array:
+def mean_estimate(values: Array) -> dict[str, float | None]:
+    """The mean of values that count the same, with its interval."""
+    return ratio_estimate(values, np.ones_like(values)).as_dict()
+
+
+def array(numbers: Any) -> Array:
+    """Float64 of any numbers."""
     return np.array([float(number) for number in numbers], dtype=np.float64)
 
 
-def _percentiles(values_N: np.ndarray[Any, Any]) -> dict[str, float]:
-    levels = (50, 90, 99, 99.9)
-    return {f"{level:g}": float(found) for level, found in zip(levels, np.percentile(values_N, levels), strict=True)}
-
-
-def _speedup(source: DecodeTimes, other: DecodeTimes) -> dict[str, Any]:
-    """How many times as fast, repeat by repeat; above one is faster than the source."""
-    first = zip(source.first_token_seconds, other.first_token_seconds, strict=True)
-    decode = zip(source.decode_seconds, other.decode_seconds, strict=True)
-    return {
-        "batch": source.batch,
-        "decode": spread([before / after for before, after in decode]),
-        "first_token": spread([before / after for before, after in first]),
-    }
-
-
-def _by_context(scores: PairScores, window: int, stride: int) -> list[dict[str, Any]]:
-    """Perplexity of both by the number of tokens that the scored token could see, in bins that double."""
-    documents = scores.source.documents
-    context_N = np.concatenate(
-        [np.arange(made.first_scored, made.stop) - made.start for made in make_windows(documents, window, stride)]
-    )
-    before_N, after_N = (
-        np.concatenate(list(found.nll_N)).astype(np.float64) for found in (scores.source, scores.other)
-    )
-    rows, low = [], 1
-    while low < window:
-        chosen = (context_N >= low) & (context_N < 2 * low)
-        if chosen.any():
-            means = {"source_nats": float(before_N[chosen].mean()), "nats": float(after_N[chosen].mean())}
-            rows.append({"from": low, "to": min(2 * low, window) - 1, "tokens": int(chosen.sum()), **means})
-        low *= 2
-    return rows
-
-
-def _worst_documents(pair: Pair) -> list[dict[str, Any]]:
-    """Documents of at least 32 tokens whose perplexity grew most."""
-    rows: list[dict[str, Any]] = []
-    parts = zip(
-        pair.scores.source.documents, pair.scores.source.per_document(), pair.scores.other.per_document(), strict=True
-    )
-    for document, before, after in parts:
-        if document.scored >= 32:
-            rows.append(
-                {
-                    "name": document.name,
-                    "tokens": document.scored,
-                    "source_perplexity": before.perplexity,
-                    "perplexity": after.perplexity,
-                    "ratio": after.perplexity / before.perplexity,
-                }
-            )
-    return sorted(rows, key=lambda row: -float(row["ratio"]))[:_WORST]
-
-
-def _recovered(pair: Pair, pairs: Sequence[Pair]) -> dict[str, Any] | None:
-    """Share of the log-perplexity that conversion lost and uptraining won back: ln(ppl_c/ppl_u) / ln(ppl_c/ppl_s).
-
-    The converted model is the last one named before the uptrained one that was not uptrained itself.
-    """
-    if pair.other.subject.role != UPTRAINED:
-        return None
-    earlier = list(itertools.takewhile(lambda found: found is not pair, pairs))
-    candidates = [found.other for found in earlier if found.other.subject.role != UPTRAINED]
-    if not candidates:
-        return None
-    converted = candidates[-1]
-    lost = _nats(converted) - _nats(pair.source)
-    if lost.sum() <= 0:
-        return None  # nothing was lost, so there is nothing to recover
-    share = ratio_estimate(_nats(converted) - _nats(pair.other), lost)
-    return {**share.as_dict(), "converted": converted.subject.name}
+Decoder = Callable[[Sequence[int]], str]
+"""Token ids to text."""

@@ -43,6 +43,11 @@ class Subject:
     def folder(self) -> Path:
         return self.checkpoint.folder
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a stored element; that of the first tensor, as a checkpoint has one dtype."""
+        return {"F64": 8, "F32": 4}.get(next(iter(self.checkpoint.tensors.values())).dtype, 2)
+
     def tokenizer(self) -> Any:
         return load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
 
@@ -100,7 +105,9 @@ def _role(folder: Path) -> str:
     return CONVERTED if last_entry(folder, "convert") else OTHER
 
 
-def tokenize_for_all(subjects: Sequence[Subject], corpus: Corpus, max_tokens: int | None) -> TokenText:
+def tokenize_for_all(
+    subjects: Sequence[Subject], corpus: Corpus, max_tokens: int | None, bos: bool | None = None
+) -> TokenText:
     """The token ids that every subject scores.
 
     Raises:
@@ -108,11 +115,11 @@ def tokenize_for_all(subjects: Sequence[Subject], corpus: Corpus, max_tokens: in
         DataError: the text holds ids that one of the models does not have.
     """
     first = subjects[0].tokenizer()
-    text = tokenize_text(first, corpus, max_tokens=max_tokens)
+    text = tokenize_text(first, corpus, max_tokens=max_tokens, bos=bos)
     for other in subjects[1:]:
         tokenizer = other.tokenizer()
         same = _vocabulary(tokenizer) == _vocabulary(first)
-        if not same or tokenize_text(tokenizer, corpus, max_tokens=max_tokens).ids_sha256 != text.ids_sha256:
+        if not same or tokenize_text(tokenizer, corpus, max_tokens=max_tokens, bos=bos).ids_sha256 != text.ids_sha256:
             raise UsageError(
                 f"The tokenizers of {subjects[0].name} and {other.name} differ, "
                 "so their perplexities per token cannot be compared.",

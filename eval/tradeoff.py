@@ -1,20 +1,29 @@
-"""The trade-off of a sweep: perplexity against KV-cache bytes, as a table, a PNG and one self-contained page."""
+"""The trade-off of a sweep: perplexity against KV-cache bytes, as a table and one self-contained page."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from ..errors import UsageError
+from .drawing import (
+    DASHED,
+    MUTED,
+    SERIES,
+    Plot,
+    name_axes,
+    new_figure,
+    perplexity_scale,
+    plain_ticks,
+    svg_of,
+)
+from .page import render
 from .wording import number
 
-RESULTS_NAME, PLOT_NAME, PAGE_NAME = "sweep.json", "sweep.png", "sweep.html"
+RESULTS_NAME, PAGE_NAME = "sweep.json", "sweep.html"
 _MARKERS = "osD^vP*X"
 
 
@@ -66,7 +75,7 @@ COLUMNS = ("method", "groups", "KV bytes per token", "perplexity", "95 % interva
 
 
 def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, Any]) -> None:
-    """Write ``sweep.json``, ``sweep.png`` and ``sweep.html`` into an existing folder.
+    """Write ``sweep.json`` and ``sweep.html`` into an existing folder.
 
     Args:
         details: how it was measured, a few named values for the page and the JSON.
@@ -75,48 +84,39 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
     half_written = folder / f".{RESULTS_NAME}.tmp"
     half_written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     half_written.replace(folder / RESULTS_NAME)
-    picture = folder / PLOT_NAME
-    _plot(rows, picture)
-    loader = jinja2.PackageLoader(__package__, "templates")
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    text = page.get_template("sweep.html").render(
-        columns=COLUMNS,
-        rows=table_rows(rows),
-        details=details,
-        picture=base64.b64encode(picture.read_bytes()).decode(),
-        alt="; ".join(f"{row.method} with {row.groups} KV heads: perplexity {number(row.perplexity)}" for row in rows),
-    )
-    (folder / PAGE_NAME).write_text(text, encoding="utf-8")
+    page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))
+    (folder / PAGE_NAME).write_text(page, encoding="utf-8")
 
 
-def _plot(rows: Sequence[SweepRow], file: Path) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    axes = figure.add_subplot()
+def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
+    """Perplexity against KV-cache bytes, a curve per method, both axes logarithmic."""
+    figure, axes = new_figure(3.9)
     source = next(row for row in rows if row.method == "source")
-    axes.axhline(source.perplexity, color="#59636e", linestyle=(0, (4, 3)), linewidth=1.5, label="source")
+    values = [row.perplexity for row in rows]
+    axes.axhline(source.perplexity, color=MUTED, linestyle=DASHED, linewidth=1.5, label="source")
     for place, method in enumerate(dict.fromkeys(row.method for row in rows if row.method != "source")):
         found = sorted((row for row in rows if row.method == method), key=lambda row: row.groups)
-        style: dict[str, Any] = {"marker": _MARKERS[place % len(_MARKERS)], "linewidth": 2, "markersize": 6}
-        axes.plot(
-            [row.cache_bytes_per_token for row in found], [row.perplexity for row in found], label=method, **style
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(
-        sorted({row.cache_bytes_per_token for row in rows}),
-        [f"{size:,.0f}" for size in sorted({row.cache_bytes_per_token for row in rows})],
+        style: dict[str, Any] = {"marker": _MARKERS[place % len(_MARKERS)], "linewidth": 2, "markersize": 5}
+        style["color"] = SERIES[place % len(SERIES)]
+        style["linestyle"] = "solid" if place < len(SERIES) else "dashed"
+        sizes = [row.cache_bytes_per_token for row in found]
+        axes.plot(sizes, [row.perplexity for row in found], label=method, **style)
+    plain_ticks(axes, "x", sorted({row.cache_bytes_per_token for row in rows}), lambda size: f"{size:,.0f}")
+    perplexity_scale(axes, "y", values)
+    name_axes(figure, axes, "KV-cache bytes per token", "perplexity before uptraining")
+    spoken = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
+    return Plot(
+        "What each number of KV heads costs",
+        "Before any uptraining; down and to the left is better. Dashed: the source.",
+        svg_of(figure, "tradeoff"),
+        f"Perplexity against KV-cache bytes per token. {spoken}.",
     )
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("KV-cache bytes per token")
-    axes.set_ylabel("perplexity before uptraining")
-    axes.grid(color="#dde2e7")
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=150)
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """``details`` and ``rows`` of a sweep, as written by :func:`write_tradeoff`."""
+    found: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
+    return found
 
 
 def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:

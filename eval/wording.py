@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,20 @@ def percent(share: float | None, digits: int = 1) -> str:
     return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
+def probability(share: float) -> str:
+    """0.4231 → '42.3 %', 0.00002 → '0.002 %', less than a millionth of a percent → '~0 %'."""
+    value = 100 * share
+    if value < 1e-6:
+        return "~0 %"
+    digits = 1 if value >= 1 else 2 - math.floor(math.log10(value)) - 1
+    return f"{value:.{digits}f} %"
+
+
 def change(ratio: float | None) -> str:
-    """1.031 → '+3.1 %'."""
-    return "–" if ratio is None else f"{100 * (ratio - 1):+,.1f} %".replace("-", "−")
+    """1.031 → '+3.1 %'; tenfold and more is said as such: '1,278×'."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:,.0f}×" if ratio >= 10 else f"{100 * (ratio - 1):+,.1f} %".replace("-", "−")
 
 
 def times(ratio: float) -> str:
@@ -62,76 +73,17 @@ def with_interval(estimate: Result, show: Callable[[float | None], str]) -> Cell
     return Cell(show(estimate["value"]), f"[{low}, {high}]")
 
 
-def rows(results: Result) -> list[Row]:
-    """The table: measures down, models across, the source first."""
-    models = results["models"]
-    found = [
-        _row("Perplexity", "lower is better", models, lambda model: with_interval(model["perplexity"], number)),
-        _paired(
-            "Perplexity change",
-            "paired with source",
-            models,
-            lambda pair: with_interval(pair["perplexity_ratio"], change),
-        ),
-        _row("Bits per byte", "any tokenizer", models, lambda model: with_interval(model["bits_per_byte"], number)),
-        _paired("KL to the source", "nats per token", models, lambda pair: with_interval(pair["kl_nats"], number)),
-        _paired("Same top token", "as the source", models, lambda pair: with_interval(pair["same_top_token"], percent)),
-        _paired("Recovered", "of the log-perplexity lost", models, _recovered),
-        _row("Heads", "query / KV", models, lambda model: Cell(_heads(model))),
-        _row("KV cache per token", f"read off the cache, {results['protocol']['dtype']}", models, _cache),
-        *(_speed_row(models, place) for place in range(len(models[0]["decode"]))),
-        _row(
-            "Parameters",
-            "weights",
-            models,
-            lambda model: Cell(_count(model["parameters"]), human_bytes(model["weight_bytes"])),
-        ),
-    ]
-    return [row for row in found if any(cell.main != "–" for cell in row.cells)]
+def signed(value: float | None) -> str:
+    """0.5 → '+0.5000'."""
+    return "–" if value is None else ("−" if value < 0 else "+") + number(abs(value))
 
 
-def _row(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> Row:
-    return Row(label, note, [cell(model) for model in models])
+def interval_or_dash(estimate: Result | None, show: Callable[[float | None], str]) -> Cell:
+    return Cell("–") if estimate is None else with_interval(estimate, show)
 
 
-def _paired(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> Row:
-    return Row(label, note, [Cell("–"), *(cell(model["against_source"]) for model in models[1:])])
-
-
-def _recovered(pair: Result) -> Cell:
-    return with_interval(pair["recovered"], lambda share: percent(share, 0)) if pair["recovered"] else Cell("–")
-
-
-def _heads(model: Result) -> str:
-    return f"{model['query_heads'] or '?'} / {', '.join(map(str, model['kv_heads']))}"
-
-
-def _count(parameters: int) -> str:
-    """4,200,000 → '4.20 M'."""
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if parameters >= limit:
-            return f"{parameters / limit:.2f} {unit}"
-    return str(parameters)
-
-
-def _cache(model: Result) -> Cell:
-    pair = model.get("against_source")
-    detail = f"{times(pair['cache_ratio'])} smaller" if pair and pair["cache_ratio"] != 1 else ""
-    return Cell(human_bytes(model["cache_bytes_per_token"]), detail)
-
-
-def _speed_row(models: Sequence[Result], place: int) -> Row:
-    first = models[0]["decode"][place]
-
-    def cell(model: Result) -> Cell:
-        speed = model["decode"][place]["tokens_per_second"]
-        pair = model.get("against_source")
-        if pair is None:
-            return Cell(number(speed["median"]), f"{number(speed['min'])} to {number(speed['max'])}")
-        gain = pair["speedup"][place]["decode"]
-        return Cell(number(speed["median"]), f"{times(gain['median'])} ({gain['min']:.2f} to {gain['max']:.2f})")
-
-    return _row(f"Decoding, batch {first['batch']}", f"tokens/s after {first['context']}", models, cell)
+def whole_percent(share: float | None) -> str:
+    return percent(share, 0)
 
 
 def verdict(results: Result) -> str:
@@ -148,7 +100,7 @@ def verdict(results: Result) -> str:
         + f" against the source, with {_smaller(pair['cache_ratio'])}{_faster(pair)}."
     ]
     if pair["recovered"]:
-        share = with_interval(pair["recovered"], lambda value: percent(value, 0))
+        share = with_interval(pair["recovered"], whole_percent)
         sentences.append(
             f"Uptraining won back {share.main} {share.detail}".rstrip()
             + f" of the log-perplexity that {pair['recovered']['converted']} had lost."
@@ -194,7 +146,7 @@ def tiles(results: Result) -> list[tuple[str, Cell]]:
             )
         )
     if pair["recovered"]:
-        found.append(("of the loss won back", _recovered(pair)))
+        found.append(("of the loss won back", interval_or_dash(pair["recovered"], whole_percent)))
     else:
         found.append(("same top token", with_interval(pair["same_top_token"], percent)))
     return found
@@ -214,19 +166,40 @@ def protocol(results: Result) -> list[tuple[str, str]]:
         ("Text", text),
         ("Scored", amount),
         ("Windows", f"{made['window']} tokens, stride {made['stride']}, each token scored once; {_bos(made)}"),
-        ("Run", f"{made['dtype']} on {made['device']}, batches of {made['batch_size']}, attention {made['attention']}"),
+        ("Run", _run(made)),
         ("Intervals", interval_note(results)),
-        ("Decoding", _decoding(made["decode"])),
+        *([("Decoding", _decoding(made["decode"]))] if results["models"][-1]["decode"] else []),
+        *([("Retrieval", _retrieval(made["needle"]))] if results["models"][-1]["needle"] else []),
+        *([("Memory", _MEMORY)] if results["models"][-1]["capacity"] else []),
+        *([("Source", _FROM_CACHE)] if made["source_from_cache"] else []),
         ("Guessing", guess),
         ("Versions", ", ".join(f"{name} {found}" for name, found in results["versions"].items())),
         ("Measured", results["created"]),
     ]
 
 
+_FROM_CACHE = "its scores are those of an earlier run (--source-cache), so there is no KL and no speed against it"
+_MEMORY = "weights + batch × KV cache ≤ 90 % of the memory, both in the dtype the checkpoint is stored in"
+
+
+def _run(made: Result) -> str:
+    several = f", {made['processes']} processes" if made["processes"] > 1 else ""
+    return (
+        f"{made['dtype']} on {made['device']}{several}, batches of {made['batch_size']}, attention {made['attention']}"
+    )
+
+
 def _decoding(made: Result) -> str:
     return (
-        f"greedy, prompt of {made['context']} tokens, {made['new_tokens']} new ones, {made['repeats']} repeats in turn "
-        "with the source; median, smallest to largest"
+        f"greedy, {made['new_tokens']} new tokens, {made['repeats']} repeats, the models in turn; "
+        "median, smallest to largest"
+    )
+
+
+def _retrieval(made: Result) -> str:
+    return (
+        f"{made['passages']} passages of 32 tokens per length, each hidden at {len(made['depths'])} depths; "
+        "the last 16 tokens of its repetition scored with and without it"
     )
 
 

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from eval_models import WORDS, random_documents, tiny_llama, word_tokenizer
-from headfold.errors import CheckpointError, DataError, HeadfoldError, UsageError
+from headfold.errors import CheckpointError, DataError, UsageError
 from headfold.eval.compare import compare
-from headfold.eval.footprint import DecodeSettings
 from headfold.eval.limits import choose_device, choose_dtype
-from headfold.eval.paired import score_pair
+from headfold.eval.paired import score_beside
 from headfold.eval.perplexity import score
+from headfold.eval.reading import Reading
+from headfold.eval.settings import EvalSettings
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-QUICK = DecodeSettings(batches=(1,), context=8, new_tokens=4, repeats=2)
+QUICK = {"contexts": [8], "decode_batches": [1], "new_tokens": 4, "repeats": 2, "needles": 0}
 
 
 @pytest.fixture
@@ -28,8 +30,9 @@ def source(save) -> str:
 @pytest.fixture
 def run(tmp_path, text_file):
     def compare_here(source: str, *others: str, **settings):
-        settings = {"data": text_file, "decode": QUICK, "window": 32, "device": "cpu", **settings}
-        return compare(source, list(others), out=tmp_path / "report", **settings)
+        call = {name: settings.pop(name) for name in ("overwrite", "command") if name in settings}
+        wanted = EvalSettings(**{"data": text_file, "window": 32, "device": "cpu", **QUICK, **settings})
+        return compare(source, list(others), out=tmp_path / "report", settings=wanted, **call)
 
     return compare_here
 
@@ -48,21 +51,21 @@ def test_an_identical_copy_differs_in_nothing(run, save, source):
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_gq100_identical_models_agree_to_the_last_digit(batch_size):
     documents = random_documents([70, 3, 41])
-    found = score_pair(tiny_llama(), tiny_llama(), documents, window=16, batch_size=batch_size)
+    _, (found,) = score_beside(tiny_llama(), [tiny_llama()], documents, Reading(16, batch_size=batch_size))
     assert found.source.total() == found.other.total()
     assert found.source.total() == score(tiny_llama(), documents, window=16, batch_size=batch_size).total()
 
 
 def test_pair_numbers_are_those_of_the_plain_formulas():
     source, other, documents = tiny_llama(), tiny_llama(seed=1), random_documents([20, 9])
-    found = score_pair(source, other, documents, window=64)
+    _, (found,) = score_beside(source, [other], documents, Reading(64))
     for index, document in enumerate(documents):
         with torch.no_grad():
             ids = torch.tensor([document.ids])
             log_p, log_q = (model(ids).logits[0, :-1].double().log_softmax(-1) for model in (source, other))
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
         torch.testing.assert_close(torch.tensor(found.kl_N[index]), kl.float(), rtol=1e-4, atol=1e-5)
-        assert found.same_top_N[index].tolist() == (log_p.argmax(-1) == log_q.argmax(-1)).float().tolist()
+        assert found.same_top_N[index].tolist() == (log_p.argmax(-1) == log_q.argmax(-1)).tolist()
         reverse = (log_q.exp() * (log_q - log_p)).sum(-1)
         assert not torch.allclose(kl, reverse, rtol=1e-2)  # the control: the direction matters
 
@@ -73,7 +76,7 @@ def test_results_hold_what_was_measured(run, save, source, text_file):
     results = run(source, grouped, command="headfold eval source grouped")
     first, second = results["models"]
     pair = second["against_source"]
-    assert results["schema"] == 1
+    assert results["schema"] == 2
     assert results["command"] == "headfold eval source grouped"
     assert [first["role"], second["role"]] == ["source", "other"]
     assert [first["kv_heads"], second["kv_heads"]] == [[4], [1]]
@@ -230,16 +233,12 @@ def test_requests_that_make_no_sense(run, source, tmp_path, text_file):
         run(str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="twice"):
         run(source, source)
-    for wrong in (
-        {"window": 1},
-        {"stride": 0},
-        {"batch_size": 0},
-        {"dtype": "int3"},
-        {"device": "abacus"},
-        {"max_tokens": 0},
-    ):
-        with pytest.raises(HeadfoldError):
+    for wrong in ({"device": "abacus"}, {"memory": "a lot"}, {"memory": "0GB"}):
+        with pytest.raises(UsageError):
             run(source, **wrong)
+    for impossible in ({"window": 1}, {"stride": 0}, {"batch": 0}, {"dtype": "int3"}, {"tokens": 0}, {"needless": 1}):
+        with pytest.raises(ValidationError):
+            run(source, **impossible)
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match="not empty"):

@@ -4,7 +4,14 @@ import pytest
 import torch
 from eval_models import tiny_llama
 from headfold.errors import UnsupportedError
-from headfold.eval.footprint import DecodeSettings, _decode_once, measure_cache, measure_decoding, spread
+from headfold.eval.footprint import (
+    DecodeSettings,
+    _decode_once,
+    cache_formula,
+    measure_cache,
+    measure_decoding,
+    spread,
+)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,9 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gq107_cache_bytes_fall_with_the_heads(kv_heads, dtype):
-    found = measure_cache(tiny_llama(kv_heads=kv_heads).to(dtype))
+    model = tiny_llama(kv_heads=kv_heads).to(dtype)
+    found = measure_cache(model)
     assert found.bytes_per_token == 2 * 2 * kv_heads * 8 * dtype.itemsize  # keys and values, layers, heads, head dim
+    assert found.bytes_per_token == cache_formula(model.config, dtype.itemsize)
     assert found.kv_heads == [kv_heads, kv_heads]
+    assert found.total(100) == 100 * found.bytes_per_token
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mistral", "gpt_neox"])
@@ -42,7 +52,7 @@ def test_decoding_is_the_models_greedy_generation(monkeypatch):
     model = tiny_llama()
     fed = []
     model.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"].clone()), with_kwargs=True)
-    _decode_once(model, 2, DecodeSettings(context=10, new_tokens=5))
+    _decode_once(model, 10, 2, 5)
     assert [ids.shape[1] for ids in fed] == [10, 1, 1, 1, 1, 1]
     timed = torch.cat(fed, dim=1)
     prompt = timed[:, :10]
@@ -58,16 +68,17 @@ def test_decoding_is_the_models_greedy_generation(monkeypatch):
 
 
 def test_models_take_turns():
-    settings = DecodeSettings(batches=(1, 3), context=6, new_tokens=4, repeats=2)
+    settings = DecodeSettings(contexts=(6, 2), batches=(1, 3), new_tokens=4, repeats=2)
     models, order = [tiny_llama(kv_heads=4), tiny_llama(kv_heads=1)], []
     for name, model in enumerate(models):
         model.register_forward_hook(lambda *_, name=name: order.append(name))
     first, second = measure_decoding(models, settings)
-    assert [times.batch for times in first] == [times.batch for times in second] == [1, 3]
+    assert [(times.context, times.batch) for times in first] == [(2, 1), (2, 3), (6, 1), (6, 3)]
+    assert [times.batch for times in second] == [1, 3, 1, 3]
     assert all(len(times.decode_seconds) == 2 for times in first + second)
     assert all(seconds > 0 for times in first + second for seconds in times.decode_seconds + times.first_token_seconds)
     assert first[1].tokens_per_second[0] == 3 * 4 / first[1].decode_seconds[0]
-    assert order == ([0] * 5 + [1] * 5) * 3 * 2  # per batch size: one run untimed, two timed
+    assert order == ([0] * 5 + [1] * 5) * 3 * 4  # per point: one run untimed, two timed
 
 
 def test_spread():

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +9,7 @@ import torch
 from eval_models import random_documents, tiny_llama
 from headfold.errors import DataError, UsageError
 from headfold.eval import logits
-from headfold.eval.batches import shared_batches
+from headfold.eval.batches import collate, group_windows
 from headfold.eval.logits import Features
 from headfold.eval.perplexity import quick_perplexity, score
 from headfold.eval.windows import TokenDocument, make_windows
@@ -145,7 +142,8 @@ def test_the_head_on_slices_is_the_models_own(model_type):
     documents = random_documents([40, 22], vocab=64)
     with torch.no_grad():
         features = Features(model, logits_bytes=64 * 4 * 5)
-        for batch, _ in shared_batches(documents, 30, 15, 3):
+        for windows in group_windows(documents, 30, 15, 3):
+            batch = collate(windows, documents)
             found = torch.cat([logits_NV for logits_NV, _ in features.slices(batch)])
             expected = model(input_ids=batch.ids_BT, attention_mask=batch.mask_BT).logits[batch.rows_N, batch.columns_N]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -221,29 +219,3 @@ def test_gq095_shares_of_two_processes_add_up_exactly(lengths):
     for whole, one_part, other_part in zip(alone.nll_N, first.nll_N, second.nll_N, strict=True):
         assert np.array_equal(whole, one_part + other_part)
         assert not np.any((one_part != 0) & (other_part != 0))
-
-
-def test_gq095_two_real_processes(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys, torch
-            sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-            torch.set_num_threads(1)
-            from accelerate import Accelerator
-            from eval_models import random_documents, tiny_llama
-            from headfold.eval.perplexity import score
-            accelerator = Accelerator(cpu=True)
-            documents = random_documents([9, 30, 4, 61, 12, 7, 7, 22, 5])
-            total = score(tiny_llama(), documents, window=16, batch_size=5, accelerator=accelerator).total()
-            if accelerator.is_main_process:
-                print(accelerator.num_processes, repr(total.nll_nats), total.tokens)
-            """
-        )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    alone = score(tiny_llama(), random_documents([9, 30, 4, 61, 12, 7, 7, 22, 5]), window=16, batch_size=5).total()
-    assert done.stdout.split() == ["2", repr(alone.nll_nats), str(alone.tokens)]

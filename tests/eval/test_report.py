@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from headfold.errors import DataError, UsageError
+from headfold.eval.merge import gather
 from headfold.eval.report import final_loss, html, markdown, print_report, read_results, rebuild_report, write_report
 from headfold.eval.wording import change, number, percent, verdict
 
@@ -18,11 +25,17 @@ def estimate(value: float, spread: float = 0.1) -> dict[str, float]:
     return {"value": value, "low": value * (1 - spread), "high": value * (1 + spread)}
 
 
+PLOTS = 7
+"""All but the sweep's curve, and time against groups, which takes three numbers of KV heads."""
+POINTS = [(context, batch) for context in (64, 256) for batch in (1, 8)]
+
+
 def model(name: str, role: str, perplexity: float, cache: int) -> dict:
     return {
         "name": name,
         "role": role,
         "path": name,
+        "digest": name,
         "model_type": "llama",
         "parameters": 4_200_000,
         "weight_bytes": 8 * 2**20,
@@ -32,15 +45,41 @@ def model(name: str, role: str, perplexity: float, cache: int) -> dict:
         "bits_per_byte": estimate(1.234),
         "nll_nats": [1.0, 2.0],
         "cache_bytes_per_token": cache,
+        "cache_formula_bytes": cache,
+        "capacity": {
+            "memory_bytes": 24 * 10**9,
+            "batches": [{"context": 512, "batch": 31}, {"context": 2048, "batch": 7}],
+            "tokens": 123_456,
+        },
         "decode": [
             {
+                "context": context,
                 "batch": batch,
-                "context": 256,
-                "new_tokens": 64,
-                "tokens_per_second": {"median": 100.0 * batch, "min": 90.0, "max": 110.0},
-                "first_token_seconds": {"median": 0.1, "min": 0.1, "max": 0.1},
+                "new_tokens": 32,
+                "tokens_per_second": {"median": 100.0 * batch - context / 8, "min": 60.0, "max": 110.0 * batch},
+                "first_token_seconds": {"median": 0.123, "min": 0.1, "max": 0.2},
+                "peak_bytes": (8 + context * batch * cache // 2**20) * 2**20,
             }
-            for batch in (1, 8)
+            for context, batch in POINTS
+        ],
+        "needle": [
+            {
+                "length": length,
+                "gain_nats": estimate(0.654),
+                "gain_by_depth": [0.1, 0.2, 0.3, 0.6, 1.2],
+                "found_by_depth": [0.3, 0.3, 0.4, 0.5, 0.7],
+            }
+            for length in (128, 512)
+        ],
+        "tasks": [
+            {
+                "task": "hellaswag",
+                "measure": "acc",
+                "higher_is_better": True,
+                "questions": 100,
+                "mean": estimate(0.512),
+                "standard_error": 0.049,
+            }
         ],
         "recovery": [],
     }
@@ -48,19 +87,37 @@ def model(name: str, role: str, perplexity: float, cache: int) -> dict:
 
 def pair(ratio: float) -> dict:
     speed = {"median": 1.5, "min": 1.4, "max": 1.6}
+    edges = [10 ** (quarter / 4) for quarter in range(-24, 7)]
+    shares = [math.exp(-((place - 18) ** 2) / 40) / 11 for place in range(len(edges) - 1)]
     return {
         "perplexity_ratio": estimate(ratio, 0.01),
         "kl_nats": estimate(0.321),
         "kl_percentiles": {"50": 0.1, "90": 0.5, "99": 1.0, "99.9": 2.0},
+        "kl_histogram": {"edges": edges, "shares": shares},
         "same_top_token": estimate(0.777, 0.01),
         "cache_ratio": 4.0,
-        "speedup": [{"batch": batch, "decode": speed, "first_token": speed} for batch in (1, 8)],
+        "speedup": [
+            {"context": context, "batch": batch, "decode": speed, "first_token": speed} for context, batch in POINTS
+        ],
         "by_context": [
             {"from": n, "to": 2 * n - 1, "tokens": 9, "source_nats": 3.0, "nats": 3.1} for n in (1, 2, 4, 8)
         ],
         "worst_documents": [
             {"name": "bad <b>.py", "tokens": 1234, "source_perplexity": 20.0, "perplexity": 31.0, "ratio": 1.55}
         ],
+        "worst_tokens": [
+            {
+                "document": "bad <b>.py",
+                "place": 17,
+                "before": "def <i>read(self,",
+                "token": " size",
+                "source_probability": 0.4321,
+                "probability": 0.000987,
+                "lost_nats": 6.1,
+            }
+        ],
+        "needle": [{"length": length, "gain_difference_nats": estimate(-0.1)} for length in (128, 512)],
+        "tasks": [{"task": "hellaswag", "measure": "acc", "difference": estimate(-0.031)}],
         "recovered": None,
     }
 
@@ -76,10 +133,11 @@ def results() -> dict:
     uptrained["against_source"]["recovered"] = {**estimate(0.882, 0.01), "converted": "gqa-2"}
     uptrained["recovery"] = [{"tokens": 10_000.0 * n, "perplexity": 170.0 / (1 + n)} for n in range(4)]
     return {
-        "schema": 1,
+        "schema": 2,
         "kind": "headfold.eval",
         "created": "2025-01-01T00:00:00+00:00",
         "command": "headfold eval mha gqa-2 gqa-2-up --data 'a & b'",
+        "settings": {},
         "versions": {"python": "3.11.7", "headfold": "0.1.0"},
         "protocol": {
             "corpus": "stdlib#heldout",
@@ -97,11 +155,14 @@ def results() -> dict:
             "bos": False,
             "dtype": "float32",
             "device": "cpu",
+            "processes": 1,
+            "source_from_cache": False,
             "attention": "sdpa",
             "vocab": 4096,
             "uniform_perplexity": 4096.0,
             "interval": {"method": "BCa bootstrap over documents", "level": 0.95, "resamples": 2000, "seed": 0},
-            "decode": {"batches": [1, 8], "context": 256, "new_tokens": 64, "repeats": 3},
+            "decode": {"batches": [1, 8], "contexts": [64, 256], "new_tokens": 32, "repeats": 3},
+            "needle": {"passages": 8, "lengths": [128, 512], "depths": [0.0, 0.25, 0.5, 0.75, 1.0]},
         },
         "documents": [{"name": "a", "tokens": 1, "utf8_bytes": 3}, {"name": "b", "tokens": 1, "utf8_bytes": 3}],
         "models": [source, converted, uptrained],
@@ -142,12 +203,12 @@ def test_page_is_whole_and_loads_nothing(results):
     page = html(results)
     parsed = Page(page)
     assert parsed.open == []
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == PLOTS
     assert all(target.startswith("#") for target in parsed.fetched)
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
     assert len(set(parsed.ids)) == len(parsed.ids)
     assert {target[1:] for target in parsed.fetched} <= set(parsed.ids)
-    assert len(parsed.spoken) == 3
+    assert len(parsed.spoken) == PLOTS
     assert "28.71" in parsed.spoken[0]
     assert "prefers-color-scheme: dark" in page
     assert "viewport" in page
@@ -165,7 +226,15 @@ def test_page_shows_the_numbers_of_the_results(results):
         "8.00 KiB",
         "2.00 KiB",
         "4.00× smaller",
-        "800.0",
+        "768.0",
+        "+0.6540",
+        "0.512 ± 0.049",
+        "123 ms",
+        "Fits into 24 GB",
+        "123,456 tokens",
+        "31 × 512, 7 × 2,048",
+        "43.2 %",
+        "0.099 %",
     ):
         assert shown in text, shown
     for shown in (
@@ -181,6 +250,7 @@ def test_page_shows_the_numbers_of_the_results(results):
         assert shown in text, shown
     assert "headfold eval mha gqa-2 gqa-2-up --data 'a & b'" in text
     assert "bad <b>.py" in text  # a name is text, never markup
+    assert "def <i>read(self, size" in text
     results["models"][2]["perplexity"]["value"] = 36.66
     assert "36.66" in Page(html(results)).text
 
@@ -188,7 +258,7 @@ def test_page_shows_the_numbers_of_the_results(results):
 def test_no_record_no_recovery_plot(results):
     results["models"][2]["recovery"] = []
     page = html(results)
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == PLOTS - 1
     assert "No plot of recovery" in page
 
 
@@ -225,7 +295,7 @@ def test_the_loss_that_counts_is_that_of_the_last_model(results):
 def test_rebuild_gives_the_same_files(results, tmp_path):
     (tmp_path / "one").mkdir()
     write_report(results, tmp_path / "one")
-    assert rebuild_report(tmp_path / "one", tmp_path / "two") == results
+    rebuild_report(gather([tmp_path / "one"]), tmp_path / "two")
     for name in ("results.json", "report.md", "report.html"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -260,35 +330,114 @@ def test_numbers_in_words():
     assert percent(0.8154) == "81.5 %"
 
 
-@pytest.mark.parametrize("width", [1280, 500])
-def test_page_in_chromium(results, tmp_path, width):
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("Debian's chromium is not installed")
-    (tmp_path / "report.html").write_text(
-        html(results).replace(
-            "</main>",
-            "</main><script>document.title = JSON.stringify({wide: document.documentElement.scrollWidth, "
-            "inner: innerWidth, plots: [...document.querySelectorAll('figure svg')].map("
-            "svg => [svg.getBoundingClientRect().width, svg.getBoundingClientRect().height])})</script>",
+def test_a_number_of_kv_heads_against_time_takes_three_of_them(results):
+    results["models"][2]["kv_heads"] = [1]
+    page = html(results)
+    assert page.count("<svg") == PLOTS + 1
+    assert "Milliseconds per decoded token: 1 heads" in page
+
+
+def test_a_source_from_the_cache_has_no_kl(results):
+    results["protocol"]["source_from_cache"] = True
+    results["models"][0]["decode"] = []
+    for found in results["models"][1:]:
+        found["against_source"].update(kl_nats=None, kl_histogram=None, kl_percentiles=None, speedup=[])
+    text = Page(html(results)).text
+    assert "KL to the source" not in text
+    assert "no KL and no speed against it" in text
+    assert "768.0" in text
+    assert markdown(results)
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+SEEN = """
+document.title = JSON.stringify({
+  wide: document.documentElement.scrollWidth,
+  inner: innerWidth,
+  fetched: performance.getEntriesByType('resource').length,
+  background: getComputedStyle(document.body).backgroundColor,
+  plots: [...document.querySelectorAll('figure svg')].map(svg => {
+    const box = svg.getBoundingClientRect();
+    const inside = [...svg.querySelectorAll('text')].every(text => {
+      const own = text.getBoundingClientRect();
+      return own.left >= box.left - 1 && own.right <= box.right + 1 && own.bottom <= box.bottom + 1;
+    });
+    const strokes = [...svg.querySelectorAll('path')].map(path => getComputedStyle(path).stroke);
+    return [box.left, box.right, box.height, inside, strokes.filter(stroke => stroke.startsWith('rgb'))];
+  }),
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_page_in_chromium(results, tmp_path, theme):
+    """At 1280 and at 390 pixels: all plots stand within the page, nothing is fetched, nothing goes wrong."""
+    for width in (1280, 390):
+        seen = open_page(html(results), tmp_path, width, theme)
+        assert seen["fetched"] == 0
+        assert seen["inner"] == width
+        assert seen["wide"] <= width  # nothing makes the page scroll sideways
+        assert seen["background"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
+        assert len(seen["plots"]) == PLOTS
+        for left, right, height, inside, colours in seen["plots"]:
+            assert 0 <= left < left + 250 < right <= width
+            assert height > 80
+            assert inside  # no label is cut off
+            assert len(set(colours)) > 2  # grid, axis, and at least one curve
+            assert seen["background"] not in colours  # a curve of the page's own colour would be invisible
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
+def test_what_the_browser_test_would_miss(results, tmp_path):
+    """The control: a page that fetches, and one that is too wide."""
+    page = html(results)
+    fetching = page.replace("</main>", "<img src='nowhere.png' alt=''></main>")
+    assert open_page(fetching, tmp_path, 390, "light")["fetched"] == 1
+    wide = page.replace("</main>", "<div style='width: 900px'>wide</div></main>")
+    assert open_page(wide, tmp_path, 390, "light")["wide"] > 390
+
+
+def open_page(page: str, folder: Path, width: int, theme: str) -> dict:
+    """What the page looks like inside headless Chromium. Its window cannot be narrower than 500 pixels, so the page
+    is shown in a frame of the wanted width, and its own console is watched."""
+    inner = page.replace(
+        "</main>",
+        f"</main><script>addEventListener('load', () => {{{SEEN}; parent.postMessage(document.title, '*')}})</script>",
+    )
+    (folder / "page.html").write_text(inner)
+    frame = (
+        "<!DOCTYPE html><body style='margin:0'>"
+        "<script>addEventListener('message', told => {document.title = told.data})</script>"
+        f"<iframe src='page.html' style='border:0;width:{width}px;height:900px'></iframe>"
+    )
+    (folder / "frame.html").write_text(frame)
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
+    themes = {"light": "1", "dark": "0"}  # of blink's preferredColorScheme
+    command = [CHROMIUM, *switches, f"--window-size={width + 20},950", f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={themes[theme]}", "--dump-dom"]
+    with serving(folder) as address:
+        done = subprocess.run(
+            [*command, f"{address}/frame.html"], capture_output=True, text=True, timeout=200, check=True
         )
-    )
-    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
-    done = subprocess.run(
-        [
-            chromium,
-            *switches,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            (tmp_path / "report.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "CONSOLE" not in done.stderr
-    seen = json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1))
-    assert seen["wide"] <= seen["inner"]  # nothing makes the page scroll sideways
-    assert len(seen["plots"]) == 3
-    assert all(wide > 250 and high > 80 for wide, high in seen["plots"])
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "nowhere.png" not in line]
+    assert console == []
+    found: dict = json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1))
+    return found
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The folder over HTTP, since a browser keeps no account of what it fetches from files."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass

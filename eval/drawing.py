@@ -1,0 +1,156 @@
+"""Plots as inline SVG whose colours and fonts are the page's own, so that both themes suit them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Result = dict[str, Any]
+
+# Stand-ins that matplotlib draws with; the page's style sheet gives each variable a value per theme.
+_VARIABLES = {
+    "#010101": "--ink",
+    "#020202": "--muted",
+    "#030303": "--line",
+    "#040404": "--source",
+    "#050505": "--converted",
+    "#060606": "--uptrained",
+    "#070707": "--other",
+}
+INK, MUTED, LINE = "#010101", "#020202", "#030303"
+SERIES = ("#050505", "#060606", "#070707", "#040404")
+"""Colours for curves that stand for no model."""
+_ROLE = {"source": "#040404", "converted": "#050505", "uptrained": "#060606", "other": "#070707"}
+_MARKERS = {"source": "s", "converted": "o", "uptrained": "D", "other": "^"}
+_DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+DASHED = (0, (4, 3))
+_WIDTH_INCHES = 5.0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing for the page.
+
+    Attributes:
+        svg: the element, without any outside reference.
+        spoken: what it shows, in words, for those who do not see it.
+    """
+
+    title: str
+    caption: str
+    svg: str
+    spoken: str
+
+
+def styles(models: Sequence[Result]) -> list[Result]:
+    """Colour and marker of each model by its role; models of one role differ by their dashes."""
+    seen: dict[str, int] = {}
+    found = []
+    for model in models:
+        role = model["role"]
+        dash = _DASHES[seen.get(role, 0) % len(_DASHES)]
+        seen[role] = seen.get(role, 0) + 1
+        found.append(
+            {"color": _ROLE[role], "marker": _MARKERS[role], "linestyle": dash, "linewidth": 2, "markersize": 5}
+        )
+    return found
+
+
+def name_axes(figure: Figure, axes: Axes, across: str, up: str) -> None:
+    """Labels, grid, and the names of the curves above the plot, where no curve runs through them."""
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(color=LINE)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=INK, handlelength=2.2)
+
+
+def new_figure(height_inches: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    axes.tick_params(which="both", colors=INK, length=0, labelsize=10)
+    axes.xaxis.label.set_color(MUTED)
+    axes.yaxis.label.set_color(MUTED)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name == "bottom")
+        spine.set_color(MUTED)
+    return figure, axes
+
+
+def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """Logarithmic where the models lie far apart, with plain numbers on the ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = min(values), max(values)
+    if high > 3 * low:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+        pad = (high / low) ** 0.15
+        limits = low / pad, high * pad
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+        pad = max(0.2 * (high - low), 0.005 * high)
+        limits = low - pad, high + pad
+    (axes.set_xlim if which == "x" else axes.set_ylim)(*limits)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+
+
+def label_of(name: str, longest: int = 34) -> str:
+    """A name as matplotlib shows it: cut at the front, dollars no formula, an underscore no reason to hide it."""
+    cut = name if len(name) <= longest else "…" + name[1 - longest :]
+    return ("\u200b" if cut.startswith("_") else "") + cut.replace("$", r"\$")
+
+
+def count(tokens: float) -> str:
+    """1500 → '1.5 k', for ticks and descriptions."""
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if tokens >= limit:
+            return f"{tokens / limit:.3g} {unit}"
+    return f"{tokens:.0f}"
+
+
+def plain_ticks(axes: Axes, which: str, places: Sequence[float], show: Callable[[float], str]) -> None:
+    """Ticks at these places and nowhere else, on a logarithmic axis to base 2."""
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=2)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_ticks(list(places), [show(place) for place in places])
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def svg_of(figure: Figure, name: str) -> str:
+    """The figure as an SVG element for the body of a page: no outside reference, ids of its own."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\s+xmlns(:xlink)?="[^"]*"', "", text)
+    text = re.sub(r'(<svg\b[^>]*?)\swidth="[^"]*"', r"\1", text)
+    text = re.sub(r'(<svg\b[^>]*?)\sheight="[^"]*"', r"\1", text)
+    text = text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1).replace("xlink:href", "href")
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'href="#', f'href="#{name}-', text)
+    text = re.sub(r"url\(#", f"url(#{name}-", text)
+    text = re.sub(r"font: ((?:\d+ )?)([\d.]+px)[^;\"]*", r"font: \1\2 var(--sans)", text)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text

@@ -1,0 +1,22 @@
+"""Pages from the templates beside this file: one file each, with its style and plots inside; they load nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; text is escaped, a plot's SVG is not."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    pages = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
+    pages.filters["drawing"] = Markup
+    return pages.get_template(template).render(**values)

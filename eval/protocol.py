@@ -1,0 +1,100 @@
+"""How every model of one comparison is run: what the settings ask for, fitted to what the models can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..checkpoint.load import load_causal_lm
+from .footprint import DecodeSettings
+from .limits import choose_dtype, choose_window, has_learned_positions, position_limit
+from .memory import parse_bytes
+from .needle import NeedleSettings, default_lengths, fitting
+from .settings import EvalSettings
+from .subjects import Subject, shared_vocab
+from .windows import default_stride
+
+_CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What must be the same for the numbers to be comparable.
+
+    Attributes:
+        limit: tokens that all the models were made for, None where nothing says so.
+        vocab: ids that all distributions are over, None for all that the models have.
+        memory: bytes of the device to serve from, None where nobody asked.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    window: int
+    stride: int
+    batch_size: int
+    limit: int | None
+    vocab: int | None
+    decode: DecodeSettings
+    needle: NeedleSettings
+    memory: int | None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def reading(self) -> dict[str, Any]:
+        """All that a model's scores depend on besides the model and the text, as JSON values."""
+        return {
+            "window": self.window,
+            "stride": self.stride,
+            "dtype": self.dtype_name,
+            "device": self.device.type,
+            "vocab": self.vocab,
+            "needle": asdict(self.needle),
+        }
+
+
+def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.device) -> Protocol:
+    """Fit the settings to the models, the source first.
+
+    Raises:
+        UsageError: a window that runs beyond a model's table of positions, an unknown dtype, no size of memory.
+    """
+    tokenizer = subjects[0].tokenizer()
+    stated = [position_limit(subject.config, tokenizer) for subject in subjects]
+    limit = min((found for found in stated if found is not None), default=None)
+    too_long = settings.window is not None and limit is not None and settings.window > limit
+    window = choose_window(settings.window, limit, too_long and _has_learned_positions(subjects[0]))
+    asked = default_stride(window) if settings.stride is None else settings.stride
+    lengths = settings.needle_lengths
+    needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
+    return Protocol(
+        device=device,
+        dtype=choose_dtype(settings.dtype, subjects[0].config, device),
+        window=window,
+        stride=min(asked, window - 1),
+        batch_size=settings.batch,
+        limit=limit,
+        vocab=shared_vocab(subjects),
+        decode=_decoding(settings, limit, device),
+        needle=fitting(needle, limit),
+        memory=None if settings.memory is None else parse_bytes(settings.memory),
+    )
+
+
+def _has_learned_positions(source: Subject) -> bool:
+    skeleton = load_causal_lm(source.folder, device_map="meta", trust_remote_code=source.trust_remote_code)
+    return has_learned_positions(skeleton)
+
+
+def _decoding(settings: EvalSettings, limit: int | None, device: torch.device) -> DecodeSettings:
+    """Prompts that leave room for the new tokens within the limit; two that become one count once."""
+    default = _CPU_CONTEXTS if device.type == "cpu" else _CONTEXTS
+    new_tokens = settings.new_tokens if limit is None else max(1, min(settings.new_tokens, limit // 2))
+    longest = None if limit is None else limit - new_tokens
+    asked = settings.contexts or default
+    contexts = {context if longest is None else min(context, longest) for context in asked}
+    return DecodeSettings(tuple(sorted(contexts)), tuple(settings.decode_batches), new_tokens, settings.repeats)

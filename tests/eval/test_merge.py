@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from eval_models import tiny_llama, word_tokenizer
+from headfold.errors import UsageError
+from headfold.eval.compare import compare
+from headfold.eval.merge import gather
+from headfold.eval.report import rebuild_report
+from headfold.eval.settings import EvalSettings
+from headfold.eval.tradeoff import SweepRow, write_tradeoff
+
+
+@pytest.fixture
+def models(save) -> list[str]:
+    return [save(name, tiny_llama(seed=seed), word_tokenizer()) for seed, name in enumerate(("source", "one", "two"))]
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    def compare_here(name: str, models: list[str], **changes) -> Path:
+        settings = EvalSettings(
+            **{"data": text_file, "window": 32, "device": "cpu", "repeats": 0, "needles": 0, **changes}
+        )
+        compare(models[0], models[1:], out=tmp_path / name, settings=settings, command=f"eval {name}")
+        return tmp_path / name
+
+    return compare_here
+
+
+def test_two_comparisons_become_what_one_would_have_been(run, models, tmp_path):
+    source, one, two = models
+    (Path(one) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "convert"}]}))
+    (Path(two) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "uptrain"}]}))
+    together = gather([run("all", models)])
+    merged = gather([run("first", [source, one]), run("second", [source, two])])
+    assert merged["models"] == together["models"]  # what uptraining won back of the other run's conversion included
+    assert merged["models"][2]["against_source"]["recovered"] is not None or (
+        merged["models"][1]["perplexity"]["value"] < merged["models"][0]["perplexity"]["value"]
+    )
+    assert merged["command"] == "eval first\neval second"
+    rebuild_report(merged, tmp_path / "merged")
+    page = (tmp_path / "merged" / "report.html").read_text()
+    assert "two against source" in page
+
+
+def test_a_model_in_both_is_shown_once(run, models):
+    source, one, two = models
+    merged = gather([run("first", [source, one, two]), run("second", [source, one])])
+    assert [model["name"] for model in merged["models"]] == ["source", "two", "one"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"window": 16}, "window"), ({"tokens": 50}, "tokens scored"), ({"stride": 3}, "stride")]
+)
+def test_what_cannot_be_compared_is_not_merged(run, models, changes, says):
+    source, one, two = models
+    with pytest.raises(UsageError, match=f"{says}.* differ"):
+        gather([run("first", [source, one]), run("second", [source, two], **changes)])
+
+
+def test_another_source_is_not_merged(run, models):
+    source, one, two = models
+    with pytest.raises(UsageError, match="source differ"):
+        gather([run("first", [source, one]), run("second", [two, one])])
+
+
+def test_the_curve_of_a_sweep_joins_the_page(run, models, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    rows = [SweepRow("source", 4, 1024.0, 20.0, 19.0, 21.0, 0.0), SweepRow("mean", 2, 512.0, 30.0, 29.0, 31.0, 1.0)]
+    write_tradeoff(rows, tmp_path / "sweep", {"checkpoint": "source"})
+    merged = gather([tmp_path / "sweep", run("first", models[:2])])
+    rebuild_report(merged, tmp_path / "page")
+    assert "What each number of KV heads costs" in (tmp_path / "page" / "report.html").read_text()
+    with pytest.raises(UsageError, match="no results of headfold eval"):
+        gather([tmp_path / "sweep"])
