@@ -39,10 +39,10 @@ def _root(
     ] = False,
 ) -> None:
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and context.invoked_subcommand not in (None, "uptrain"):
+    if several and context.invoked_subcommand not in (None, "uptrain", "eval"):
         raise UsageError(
             f"`headfold {context.invoked_subcommand}` runs on one process, and this is one of several.",
-            "Only uptrain goes under accelerate launch; call this one as it is.",
+            "Only uptrain and eval go under accelerate launch; call this one as it is.",
         )
 
 

@@ -18,20 +18,20 @@ data = Console(highlight=False, soft_wrap=True)
 """stdout: the result of the command."""
 
 
-def _is_main_process() -> bool:
+def is_main_process() -> bool:
     """True on the one process that may talk; torchrun and accelerate set RANK for the others."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def info(message: str) -> None:
     """One line of progress in words."""
-    if _is_main_process():
+    if is_main_process():
         talk.print(escape(message))
 
 
 def warn(message: str) -> None:
     """One line about something the user may not expect."""
-    if _is_main_process():
+    if is_main_process():
         talk.print(f"[yellow]warning:[/yellow] {escape(message)}")
 
 
@@ -42,8 +42,17 @@ def error(message: str, hint: str | None = None) -> None:
         talk.print(f"[bold cyan]hint:[/bold cyan] {escape(hint)}")
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout; the first column is left-aligned, the others are numbers."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> None:
+    """Print a table on stdout; the first column is left-aligned, the others are numbers.
+
+    Args:
+        markdown: print it as Markdown, to be pasted into a document.
+    """
+    if markdown:
+        lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        data.print(f"{title}\n\n{text}\n", markup=False)
+        return
     grid = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -73,7 +82,7 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    hidden = not (talk.is_terminal and _is_main_process())
+    hidden = not (talk.is_terminal and is_main_process())
     with Progress(*columns, console=talk, transient=True, disable=hidden) as bars:
         task = bars.add_task(description, total=total)
 
@@ -104,5 +113,5 @@ def human_seconds(seconds: float) -> str:
 
 def result(path: object) -> None:
     """The path of what a command made: the last line on stdout, for scripts to read."""
-    if _is_main_process():
+    if is_main_process():
         data.print(str(path), markup=False)

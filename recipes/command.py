@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import console
 from ..options import DryRun, Source, numbers
+
+if TYPE_CHECKING:
+    from .schema import Recipe
 
 
 def sweep(
@@ -17,7 +20,9 @@ def sweep(
     groups: Annotated[str, typer.Option(help="Numbers of groups, such as 8,4,2,1.")],
     data: Annotated[str, typer.Option(help="Text to measure on, never the one that calibration sees.")],
     calibration: Annotated[str, typer.Option(help="Text that the methods may look at.")],
-    methods: Annotated[str, typer.Option(help="Methods, each also with +refine.")] = "mean,first,random,aligned,folded",
+    methods: Annotated[str, typer.Option(help="Methods, each also with +refine.")] = (
+        "mean,first,random,aligned,folded,folded+refine"
+    ),
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of calibration text to read.")] = 131_072,
     refine: Annotated[int, typer.Option(min=1, help="Steps per layer for methods with +refine.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 32_768,
@@ -53,6 +58,10 @@ def run(
         Path | None,
         typer.Option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default."),
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(help="Uptrain on several processes: a config of `accelerate config`, or ddp-8, fsdp2-8."),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Convert, uptrain and compare in a row, as a recipe says. Steps that are done already are skipped.
@@ -64,10 +73,25 @@ def run(
     loaded = load_recipe(recipe)
     folder = out if out is not None else Path("runs") / Path(recipe).stem
     if dry_run:
-        import yaml
-
-        console.data.print(yaml.safe_dump(loaded.model_dump(), sort_keys=False), markup=False)
+        _look_ahead(loaded, launch)
         return
+    from ..uptrain.launch import find_launch
     from .run import run_recipe
 
-    console.result(run_recipe(loaded, folder))
+    console.result(run_recipe(loaded, folder, find_launch(launch) if launch else None))
+
+
+def _look_ahead(recipe: Recipe, launch: str | None) -> None:
+    """Print the recipe, and what its uptraining will take; its teacher is the source itself."""
+    import yaml
+
+    from ..uptrain.dryrun import look_ahead
+    from ..uptrain.launch import Layout, find_launch, read_layout
+
+    console.data.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), markup=False)
+    layout = Layout() if launch is None else read_layout(find_launch(launch))
+    settings = recipe.uptrain
+    if settings.teacher in ("auto", "source"):
+        settings = settings.model_copy(update={"teacher": recipe.checkpoint})
+    rows = look_ahead(recipe.checkpoint, settings, layout, refuse=False)
+    console.table(f"Uptraining {recipe.checkpoint}", ["", ""], rows)

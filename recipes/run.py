@@ -15,18 +15,21 @@ from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report import print_report, read_results
 from ..uptrain.budget import plan_budget
+from ..uptrain.launch import as_options, launch
 from ..uptrain.loop import uptrain_checkpoint
+from ..uptrain.pretraining import resolve_pretraining
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
 
 _RECIPE = "recipe.json"
 
 
-def run_recipe(recipe: Recipe, folder: Path) -> Path:
+def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) -> Path:
     """Do the three steps of a recipe in ``folder``: ``converted``, ``uptrained`` and ``report``.
 
     Args:
         folder: made when absent; a folder of an earlier call is continued.
+        launch_config: of accelerate, for an uptraining on several processes.
 
     Returns:
         path of the HTML report.
@@ -35,7 +38,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
         UsageError: ``folder`` holds the steps of another recipe.
     """
     plan = _plan(recipe)  # what cannot be done is refused before the folder is claimed
-    plan_budget(recipe.uptrain)
+    plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
     if recipe.convert.refine and recipe.convert.calibration is None:
         raise UsageError("The recipe refines without text.", "Add convert.calibration.")
     _claim(recipe, folder)
@@ -45,13 +48,16 @@ def run_recipe(recipe: Recipe, folder: Path) -> Path:
         _convert(recipe, plan, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")
-        uptrain_checkpoint(converted, uptrained, recipe.uptrain)
+        if launch_config is None:
+            uptrain_checkpoint(converted, uptrained, recipe.uptrain)
+        else:
+            launch(launch_config, ["uptrain", str(converted), "-o", str(uptrained), *as_options(recipe.uptrain)])
     if (report / "results.json").exists():
         info(f"Comparison: {report} is there, skipped.")
         print_report(read_results(report / "results.json"))
     else:
         info(f"Comparing on {recipe.eval.data}.")
-        print_report(compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, **_eval_options(recipe)))
+        print_report(compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, settings=recipe.eval))
     return report / "report.html"
 
 
@@ -70,18 +76,6 @@ def _convert(recipe: Recipe, plan: Plan, out: Path) -> None:
         convert_calibrated(plan, out, text, seed=wanted.seed)
 
 
-def _eval_options(recipe: Recipe) -> dict[str, Any]:
-    options = recipe.eval.model_dump()
-    return {
-        "data": options["data"],
-        "max_tokens": options["tokens"],
-        "window": options["window"],
-        "stride": options["stride"],
-        "batch_size": options["batch"],
-        "dtype": options["dtype"],
-    }
-
-
 def _done(step: str, folder: Path, name: str) -> bool:
     """A step is done when its folder stands: folders appear whole, and the recipe is known to be the same."""
     if last_entry(folder, step) is None:
@@ -93,7 +87,7 @@ def _done(step: str, folder: Path, name: str) -> bool:
 def _claim(recipe: Recipe, folder: Path) -> None:
     """Write the resolved recipe into the folder, or check it against the one that is there."""
     file = folder / _RECIPE
-    wanted = recipe.model_dump()
+    wanted = recipe.model_dump(mode="json")
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UsageError
+from ..eval.settings import EvalSettings
 from ..uptrain.settings import UptrainSettings
 
 _SHIPPED = Path(__file__).parent
@@ -25,21 +26,10 @@ class ConvertSettings(BaseModel):
     grouping: str | None = Field(None, description="which heads form a group; similarity for folded")
     calibration: str | None = Field(None, description="corpus that the method may look at")
     calibration_tokens: int = Field(131_072, gt=0)
-    refine: int = Field(0, ge=0, description="steps per layer that fit each block to the source")
+    refine: int | None = Field(
+        None, ge=0, description="steps per layer that fit each block to the source; 200 for folded where there is text"
+    )
     seed: int = Field(0, ge=0, description="of the method random and of refinement")
-
-
-class EvalSettings(BaseModel):
-    """How the checkpoints are compared."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    data: str = Field("stdlib", description="corpus to evaluate on, never the one trained on")
-    tokens: int | None = Field(65_536, gt=0, description="tokens to score; null: the whole corpus")
-    window: int = Field(512, gt=1, description="tokens that the model sees at once")
-    stride: int | None = Field(None, gt=0, description="tokens between the starts of two windows")
-    batch: int = Field(8, gt=0, description="windows of one forward pass")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
 
 
 class Recipe(BaseModel):

@@ -18,6 +18,7 @@ from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..convert.calibrated import Calibration, calibrate, convert_calibrated
 from ..convert.methods import METHODS
+from ..convert.plan import default_method
 from ..convert.run import plan_conversion
 from ..convert.shapes import resolved_config
 from ..corpus import HELDOUT, open_corpus
@@ -109,7 +110,7 @@ def _convert_and_measure(
     """The row of one conversion; none where the method refuses this checkpoint."""
     name = method.removesuffix(REFINED)
     refine = settings.refine if method.endswith(REFINED) else 0
-    grouping = "similarity" if name == "folded" else "contiguous"
+    _, grouping = default_method(name, None, looks_at_text=True)
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"
         began = time.perf_counter()

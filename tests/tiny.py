@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+_CLASSES = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 HEAD_DIM = 16
 LAYERS = 2
 KV_KEYS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
@@ -37,8 +43,30 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_state_size"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 300),
 }
+_BLT_STACK = {"vocab_size": 260, "hidden_size_global": 64}
+_QWEN4_TEXT = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "hc_lowrank": HEAD_DIM,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "ngram_vocab_size_base": 1000,
+    "ple_embed_dim": 64,
+}
 _DEPARTURES: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {
+        "vocab_size": 260,
+        "encoder_hash_byte_group_vocab": 500,
+        "encoder_config": _BLT_STACK,
+        "decoder_config": _BLT_STACK,
+        "patcher_config": {"vocab_size": 260},
+    },
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
@@ -62,16 +90,20 @@ _DEPARTURES: dict[str, dict[str, Any]] = {
     "inkling2_text": {"unpadded_vocab_size": 300},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "ministral": {"head_dim": HEAD_DIM},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": HEAD_DIM,
-        "hc_lowrank": HEAD_DIM,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 4,
+    "phi4_multimodal": {
+        "audio_config": {
+            "num_blocks": 1,
+            **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 64),
+        },
     },
+    "qwen4_exp": {"text_config": _QWEN4_TEXT, "vision_config": {"depth": 1, "out_hidden_size": 64}},
+    "qwen4_exp_text": _QWEN4_TEXT,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "whisper": dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    "xlnet": {"d_head": HEAD_DIM},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": HEAD_DIM},
     "zamba": {
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
@@ -97,25 +129,32 @@ def tiny_config(model_type: str, heads: int = 4, kv_heads: int | None = None, **
     """The type's default config, shrunk: ``heads`` heads of width 16, hidden size 16·heads, 2 layers, 300 tokens."""
     config_class = CONFIG_MAPPING[model_type]
     values = _shrunk(config_class().to_dict(), heads, heads if kv_heads is None else kv_heads)
-    values.update(copy.deepcopy(_DEPARTURES.get(model_type, {})))
-    values.update(over)
+    for key, value in (_DEPARTURES.get(model_type, {}) | over).items():
+        part = key.endswith("_config") and isinstance(values.get(key), dict)
+        values[key] = {**values[key], **copy.deepcopy(value)} if part else copy.deepcopy(value)
     if model_type == "nemotron":
         values["num_key_value_heads"] = kv_heads or heads
+    if model_type == "dbrx":
+        values["attn_config"]["kv_n_heads"] = kv_heads or heads
+        values.pop("num_key_value_heads")
     for name in ("transformers_version", "_name_or_path", "architectures", "model_type", "dtype", "torch_dtype"):
         values.pop(name, None)
     return config_class(**values)
 
 
 def tiny_model(model_type: str, heads: int = 4, kv_heads: int | None = None, *, seed: int = 0, **over: Any) -> Any:
-    """A random causal LM of that type in evaluation mode; norm weights and biases are random too."""
+    """A random language model of that type in evaluation mode; norm weights and biases are random too."""
     logging.set_verbosity_error()
     config = tiny_config(model_type, heads, kv_heads, **over)
-    cls = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    if not isinstance(config, cls.config_class):
-        config = config.get_text_config()
-    model = cls(config).eval()
-    _randomise(model, seed)
+    model = new_model(model_type, config).eval()
+    randomise(model, seed)
     return model
+
+
+def new_model(model_type: str, config: Any) -> Any:
+    """The type's own language model class, causal where it has one, with the config that it takes."""
+    cls = getattr(transformers, next(table[model_type] for table in _CLASSES if model_type in table))
+    return cls(config if isinstance(config, cls.config_class) else config.get_text_config())
 
 
 def repeat_kv_heads(model: Any, kv_heads: int, *, tile: bool = False) -> Any:
@@ -128,19 +167,37 @@ def repeat_kv_heads(model: Any, kv_heads: int, *, tile: bool = False) -> Any:
     set_kv_heads(config, kv_heads)
     torch.manual_seed(0)
     wide = type(model)(config).to(model.dtype).eval()
-    targets = wide.state_dict()
-    few = model.config.get_text_config().num_key_value_heads
-    values = {name: _repeated(tensor, targets[name], few, tile) for name, tensor in model.state_dict().items()}
+    few = kv_heads_of(model.config)
+    order = [head % few if tile else head * few // kv_heads for head in range(kv_heads)]
+    sources = model.state_dict()
+    values = {
+        name: _repeated(name, sources[_numbered_source(name, sources, order)], target, few, order)
+        for name, target in wide.state_dict().items()
+    }
     wide.load_state_dict(values)
     return wide
 
 
+def kv_heads_of(config: Any) -> int:
+    """The (first) number of KV heads of the text config."""
+    return next(getattr(part, key) for part, key in _kv_settings(config))
+
+
+def has_kv_heads(config: Any) -> bool:
+    """True when the text config has a number of KV heads."""
+    return bool(_kv_settings(config))
+
+
 def set_kv_heads(config: Any, kv_heads: int) -> None:
     """Set every number of KV heads that the (text) config has."""
-    text = config.get_text_config()
-    for key in KV_KEYS:
-        if getattr(text, key, None) is not None:
-            setattr(text, key, kv_heads)
+    for part, key in _kv_settings(config):
+        setattr(part, key, kv_heads)
+
+
+def _kv_settings(config: Any) -> list[tuple[Any, str]]:
+    text = config.get_text_config(decoder=True)
+    parts = [text, *(getattr(text, name) for name in type(text).sub_configs)]
+    return [(part, key) for part in parts for key in KV_KEYS if part and getattr(part, key, None) is not None]
 
 
 def logits_of(model: Any, *, tokens: int = 12) -> Tensor:
@@ -150,13 +207,33 @@ def logits_of(model: Any, *, tokens: int = 12) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def _repeated(tensor: Tensor, target: Tensor, kv_heads: int, tile: bool) -> Tensor:
+def _numbered_source(name: str, sources: dict[str, Tensor], order: list[int]) -> str:
+    """Norms that are one module per head (StableLM's ``k_layernorm.norms.3``): which head's a repeated head gets."""
+    match = re.fullmatch(r"(.*\.k_layernorm\.norms\.)(\d+)(\.\w+)", name)
+    return f"{match[1]}{order[int(match[2])]}{match[3]}" if match else name
+
+
+def _repeated(name: str, tensor: Tensor, target: Tensor, few: int, order: list[int]) -> Tensor:
+    """``tensor`` with KV heads ``order`` instead of its own, along the axis that differs."""
     if tensor.shape == target.shape:
         return tensor
-    times = target.shape[0] // tensor.shape[0]
-    heads = tensor.reshape(kv_heads, -1, *tensor.shape[1:])
-    wide = heads.repeat(times, *[1] * (heads.dim() - 1)) if tile else heads.repeat_interleave(times, 0)
-    return wide.reshape(target.shape)
+    axis = next(i for i, (before, after) in enumerate(zip(tensor.shape, target.shape, strict=True)) if before != after)
+    rows = tensor.movedim(axis, 0)
+    leaf = name.split(".")[-2]
+    if leaf == "query_key_value":  # Falcon: each KV head behind its queries
+        width = (target.shape[axis] - len(rows)) // (2 * (len(order) - few))
+        groups = rows.unflatten(0, (few, -1, width))
+        q, k, v = groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
+        q = q.unflatten(0, (len(order), -1))
+        made = torch.cat([q, k[order].unsqueeze(1), v[order].unsqueeze(1)], 1).flatten(0, 2)
+    elif leaf in ("qkv_proj", "Wqkv"):  # all queries, all keys, all values
+        width = (target.shape[axis] - len(rows)) // (2 * (len(order) - few))
+        heads = rows.unflatten(0, (-1, width))
+        q, k, v = heads[: -2 * few], heads[-2 * few : -few], heads[-few:]
+        made = torch.cat([q, k[order], v[order]]).flatten(0, 1)
+    else:
+        made = rows.unflatten(0, (few, -1))[order].flatten(0, 1)
+    return made.movedim(0, axis)
 
 
 def _shrunk(values: dict[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
@@ -206,7 +283,8 @@ def _layers_to_keep(values: dict[str, Any]) -> int:
     return LAYERS
 
 
-def _randomise(model: Any, seed: int) -> None:
+def randomise(model: Any, seed: int) -> None:
+    """Random weights; norm weights around one, biases around zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ def plan_budget(settings: UptrainSettings) -> Budget:
         if settings.pretraining_tokens is None:
             raise UsageError(
                 "--fraction is a share of the pretraining tokens, and their number is not known.",
-                "Add --pretraining-tokens N (the model card says it; 2e12 for Llama-2), or give --tokens.",
+                "Add --pretraining-tokens N (its model card says how many), or give --tokens.",
             )
         tokens = round(settings.fraction * settings.pretraining_tokens)
     assert tokens is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ def _default(field: str) -> Any:
 def uptrain(
     checkpoint: Source,
     out: Out,
-    data: Annotated[str, typer.Option(help=_help("data"))],
+    data: Annotated[list[str], typer.Option(help=_help("data"))],
     fraction: Annotated[float | None, typer.Option(help=_help("fraction"))] = None,
     pretraining_tokens: Annotated[
         float | None, typer.Option(help=f"{_help('pretraining_tokens')}; 2e12 is understood")
@@ -34,6 +35,8 @@ def uptrain(
     block: Annotated[int, typer.Option(help=_help("block"))] = _default("block"),
     batch: Annotated[int, typer.Option(help=_help("batch"))] = _default("batch"),
     micro_batch: Annotated[int, typer.Option(help=_help("micro_batch"))] = _default("micro_batch"),
+    isolate_documents: Annotated[bool, typer.Option("--isolate-documents", help=_help("isolate_documents"))] = False,
+    train: Annotated[str, typer.Option(help=f"all, attention or kv; {_help('train')}")] = _default("train"),
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default(
         "learning_rate"
     ),
@@ -45,13 +48,23 @@ def uptrain(
         "schedule"
     ),
     weight_decay: Annotated[float, typer.Option(help=_help("weight_decay"))] = _default("weight_decay"),
+    beta1: Annotated[float, typer.Option(help="AdamW's decay of the mean gradient")] = _default("beta1"),
+    beta2: Annotated[float, typer.Option(help="AdamW's decay of the squared gradient")] = _default("beta2"),
     clip: Annotated[float, typer.Option(help=_help("clip"))] = _default("clip"),
-    teacher: Annotated[str | None, typer.Option(help=_help("teacher"))] = None,
+    spike: Annotated[float, typer.Option(help=_help("spike"))] = _default("spike"),
+    teacher: Annotated[str, typer.Option(help=_help("teacher"))] = _default("teacher"),
+    no_teacher: Annotated[bool, typer.Option("--no-teacher", help="Learn from the text alone.")] = False,
     distillation_weight: Annotated[float, typer.Option(help=_help("distillation_weight"))] = _default(
         "distillation_weight"
     ),
+    temperature: Annotated[float, typer.Option(help=_help("temperature"))] = _default("temperature"),
+    divergence: Annotated[str, typer.Option(help=_help("divergence"))] = _default("divergence"),
     precision: Annotated[str, typer.Option(help=f"auto, fp32 or bf16, {_help('precision')}")] = _default("precision"),
     device: Annotated[str, typer.Option(help="auto or cpu")] = _default("device"),
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help=_help("gradient_checkpointing"))
+    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help=_help("compile"))] = False,
     seed: Annotated[int, typer.Option(help="of the order of the text")] = _default("seed"),
     log_every: Annotated[int, typer.Option(help=_help("log_every"))] = _default("log_every"),
     save_every: Annotated[int, typer.Option(help=_help("save_every"))] = _default("save_every"),
@@ -59,39 +72,72 @@ def uptrain(
     eval_data: Annotated[str | None, typer.Option(help=_help("eval_data"))] = None,
     eval_every: Annotated[int, typer.Option(help=_help("eval_every"))] = _default("eval_every"),
     eval_tokens: Annotated[int, typer.Option(help="tokens of one held-out evaluation")] = _default("eval_tokens"),
+    tracker: Annotated[list[str], typer.Option(help=_help("tracker"))] = ["auto"],  # noqa: B006, typer reads it
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw an unfinished run away instead of continuing it.")
     ] = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: also take ten steps, save nothing, and say how long.")
+    ] = False,
+    device_memory: Annotated[
+        float | None, typer.Option(help="With --dry-run: GB of one device, where it is not this machine's.")
+    ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(help="Run on several processes: a config of `accelerate config`, or one-gpu, ddp-8, fsdp2-8."),
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Continue the pretraining of a converted checkpoint for a small share of its budget.
 
-    One process: call it as it is. Several: `accelerate launch --num_processes 8 -m headfold uptrain …`.
+    One process: call it as it is. Several: with --launch, or under `accelerate launch -m headfold uptrain …`.
     A run that was stopped or killed goes on from its newest save when the same command is given again.
     """
     given = {name: value for name, value in locals().items() if name in UptrainSettings.model_fields}
     for name in ("pretraining_tokens", "tokens"):
         given[name] = _whole(name, given[name])
+    given["data"] = data[0] if len(data) == 1 else tuple(data)
+    given["tracker"] = tuple(tracker)
+    if no_teacher:
+        given["teacher"] = None
     settings = _settings(given)
+    if measure and not dry_run:
+        raise UsageError("--measure goes with --dry-run.", "Add --dry-run, or leave --measure out.")
     if dry_run:
-        from .budget import plan_budget
+        memory = None if device_memory is None else int(device_memory * 1e9)
+        _look_ahead(checkpoint, settings, launch, measure, memory, trust_remote_code)
+    elif launch is not None:
+        from . import launch as launching
 
-        budget = plan_budget(settings)
-        rows = [
-            ["tokens", f"{budget.tokens:,}"],
-            ["steps", f"{budget.steps:,}"],
-            ["tokens per step", f"{budget.tokens_per_step:,}"],
-        ]
-        console.table(f"Uptraining {checkpoint}", ["budget", ""], rows)
-        return
-    from .loop import uptrain_checkpoint
+        launching.launch(launching.find_launch(launch), launching.without_launch(sys.argv[1:]))
+    else:
+        from .loop import uptrain_checkpoint
 
-    uptrain_checkpoint(
-        checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code
-    )
-    console.result(out)
+        uptrain_checkpoint(
+            checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code
+        )
+        console.result(out)
+
+
+def _look_ahead(
+    checkpoint: str,
+    settings: UptrainSettings,
+    launch: str | None,
+    measured: bool,
+    device_bytes: int | None,
+    trust_remote_code: bool,
+) -> None:
+    """Print what the run will take."""
+    from .dryrun import look_ahead, measure
+    from .launch import Layout, find_launch, read_layout
+
+    layout = Layout() if launch is None else read_layout(find_launch(launch))
+    rows = look_ahead(checkpoint, settings, layout, device_bytes=device_bytes, trust_remote_code=trust_remote_code)
+    if measured:
+        rows += measure(checkpoint, settings, layout, trust_remote_code=trust_remote_code)
+    console.table(f"Uptraining {checkpoint}", ["", ""], rows)
 
 
 def _whole(name: str, number: float | None) -> int | None:

@@ -11,10 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ..corpus import Corpus, Document, Encoder
 from ..errors import DataError
@@ -34,6 +31,7 @@ class Position:
         epoch: passes over the corpus complete at the start of the chunk.
         documents: documents of that pass consumed before the chunk.
         carry: token ids of those documents that did not fit into an earlier block.
+        openings: places in ``carry`` at which a document opens.
         chunk: chunks before this one.
         drawn: blocks of this chunk that have left.
     """
@@ -41,11 +39,19 @@ class Position:
     epoch: int = 0
     documents: int = 0
     carry: list[int] = field(default_factory=list)
+    openings: list[int] = field(default_factory=list)
     chunk: int = 0
     drawn: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Block(NamedTuple):
+    """Token ids, and the places among them at which a document opens."""
+
+    ids: list[int]
+    openings: list[int]
 
 
 def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
@@ -68,7 +74,8 @@ class _Packer:
 
     def __init__(self, corpus: Corpus, encode: Encoder, block: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._block, self._seed = corpus, encode, block, seed
-        self.epoch, self.documents, self.carry = start.epoch, start.documents, list(start.carry)
+        self.epoch, self.documents = start.epoch, start.documents
+        self.carry, self.openings = list(start.carry), list(start.openings)
         self._open_pass()
 
     def _open_pass(self) -> None:
@@ -78,24 +85,34 @@ class _Packer:
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.epoch}")
         self._pass = islice(documents, self.documents, None)
 
-    def chunk(self, blocks: int) -> list[list[int]]:
+    def chunk(self, blocks: int) -> list[Block]:
         """The next ``blocks`` blocks, or fewer when the pass ends, but at least one."""
-        found: list[list[int]] = []
+        found: list[Block] = []
         while len(found) < blocks:
             if len(self.carry) >= self._block:
-                found.append(self.carry[: self._block])
-                self.carry = self.carry[self._block :]
-                self._blocks_of_pass += 1
+                found.append(self._cut())
             elif not self._read_document() and found:
                 break
         return found
+
+    def _cut(self) -> Block:
+        """Take one block off the carried tokens."""
+        size = self._block
+        cut = Block(self.carry[:size], [place for place in self.openings if place < size])
+        self.carry = self.carry[size:]
+        self.openings = [place - size for place in self.openings if place >= size]
+        self._blocks_of_pass += 1
+        return cut
 
     def _read_document(self) -> bool:
         """Take in one document; False when the pass was over and a new one has been opened."""
         document = next(self._pass, None)
         if document is not None:
             self.documents += 1
-            self.carry.extend(self._encode(document.text))
+            ids = self._encode(document.text)
+            if ids:
+                self.openings.append(len(self.carry))
+            self.carry.extend(ids)
             return True
         if self._whole_pass and not self._blocks_of_pass:
             raise DataError(
@@ -111,8 +128,7 @@ class BlockStream:
     """Endless blocks of ``block`` token ids, shuffled within chunks of about a million tokens.
 
     Documents are shuffled, packed one after the other, and the blocks of a chunk are shuffled again, since the blocks
-    of one long document would otherwise fill many steps in a row. Tokens attend across document boundaries inside a
-    block, as in the pretraining of the models this is for.
+    of one long document would otherwise fill many steps in a row.
 
     Args:
         position: where to continue, from :attr:`position` of an earlier stream; the default is the beginning.
@@ -128,9 +144,9 @@ class BlockStream:
         self._blocks_per_chunk = max(1, _CHUNK_TOKENS // block)
         self.position = replace(position) if position else Position()
         self._packer = _Packer(corpus, encode, block, seed, self.position)
-        self._chunk: list[list[int]] = []
+        self._chunk: list[Block] = []
 
-    def _pack_chunk(self) -> list[list[int]]:
+    def _pack_chunk(self) -> list[Block]:
         blocks = self._packer.chunk(self._blocks_per_chunk)
         random.Random(f"{self._seed}:chunk {self.position.chunk}").shuffle(blocks)
         return blocks
@@ -138,22 +154,15 @@ class BlockStream:
     def __iter__(self) -> BlockStream:
         return self
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> Block:
         if not self._chunk:
             self._chunk = self._pack_chunk()
         if self.position.drawn == len(self._chunk):
             packer = self._packer
-            self.position = Position(packer.epoch, packer.documents, list(packer.carry), self.position.chunk + 1)
+            self.position = Position(
+                packer.epoch, packer.documents, list(packer.carry), list(packer.openings), self.position.chunk + 1
+            )
             self._chunk = self._pack_chunk()
         # a new object each time: the one handed out earlier may be part of a save
         self.position = replace(self.position, drawn=self.position.drawn + 1)
         return self._chunk[self.position.drawn - 1]
-
-    def next_batch(self, blocks: int, *, rank: int, processes: int) -> Tensor:
-        """The next ``blocks`` blocks of the stream; every ``processes``-th of them, counted from ``rank``.
-
-        Returns:
-            int64 tensor of shape (blocks / processes, block).
-        """
-        mine = [block for index, block in enumerate(next(self) for _ in range(blocks)) if index % processes == rank]
-        return torch.tensor(mine, dtype=torch.long)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import GenerationConfig
 
 from ..checkpoint.load import load_causal_lm
@@ -16,6 +17,20 @@ from ..checkpoint.record import METRICS_NAME, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import copy_side_files
 from ..errors import CheckpointError
+
+
+def whole_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
+    """The full state dict of a model that may be sharded; tied tensors are one again. Every process must call this.
+
+    Returns:
+        names as in memory; on processes other than the main one it may be empty.
+    """
+    weights: dict[str, torch.Tensor] = dict(accelerator.get_state_dict(model))
+    tied = getattr(accelerator.unwrap_model(model), "all_tied_weights_keys", None) or {}
+    for name, kept in tied.items():
+        if name in weights and kept in weights and torch.equal(weights[name], weights[kept]):
+            weights[name] = weights[kept]
+    return weights
 
 
 def write_trained(

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..checkpoint.load import load_causal_lm, load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
-from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..corpus import HELDOUT, TRAIN, Corpus, Encoder, open_corpus
+from ..corpus import Encoder
 from ..errors import Interrupted, UsageError
-from ..eval.perplexity import quick_perplexity
-from ..eval.windows import TokenDocument, tokenize_documents
 from .budget import Budget, plan_budget
-from .data import BlockStream
-from .finish import write_trained
+from .cost import flops_per_token
+from .devices import make_accelerator, peak_flops
+from .finish import whole_weights, write_trained
+from .headloss import teach_in_chunks
+from .isolation import refuse_leaks
 from .metrics import Clock, Metrics, say_progress
-from .optim import make_optimizer, make_schedule
+from .mixture import Mixture, Part, describe, open_mixture
+from .optim import freeze_the_rest, make_optimizer, make_schedule
+from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
-from .signals import stop_on_signal
+from .signals import StopRequest, stop_on_signal
 from .state import Progress, Saves
-from .step import Stepper
+from .step import SpikeGuard, Stepper, StepResult
+from .teacher import converted_from, load_teacher, resolve_teacher
+from .trackers import chosen_trackers, logs_folder
+from .watch import Watch, open_watch, recovered_share
 
 
 def uptrain_checkpoint(
@@ -59,153 +64,229 @@ def uptrain_checkpoint(
 
     Raises:
         UsageError: ``out`` is in the way, no budget, or the unfinished run has other settings.
-        DataError: too little text. TrainingError: the loss is no longer finite. Interrupted: a signal came.
+        DataError: too little text. TrainingError: the loss is not finite, or spiked. Interrupted: a signal came.
     """
     out = Path(out)
     refuse_occupied(out, overwrite)
-    budget = plan_budget(settings)
+    run = open_run(checkpoint, out, settings, from_scratch=from_scratch, trust_remote_code=trust_remote_code)
+    run.prepare(restart)
+    try:
+        with stop_on_signal() as stop:
+            run.train(stop)
+    finally:
+        for tracker in run.accelerator.trackers:  # its end_training would end the processes' group as well
+            tracker.finish()
+    weights = whole_weights(run.accelerator, run.model)  # collective
+    if run.accelerator.is_main_process:
+        write_trained(
+            run.accelerator.unwrap_model(run.model),
+            weights,
+            run.source,
+            out,
+            run.entry(),
+            run.saves.metrics,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+        )
+        run.saves.clear()
+    run.accelerator.wait_for_everyone()
+    return out
+
+
+def open_run(
+    checkpoint: str | Path,
+    out: Path,
+    settings: UptrainSettings,
+    *,
+    from_scratch: bool = False,
+    trust_remote_code: bool = False,
+) -> Run:
+    """Everything that a run needs, opened and checked; nothing is written."""
     source = Checkpoint.open(checkpoint, weights=not from_scratch)
     refuse_overlap(source.folder, out)
-    settings = _resolve_teacher(settings, source)
-    corpus = open_corpus(settings.data, TRAIN)
+    settings = resolve_pretraining(settings, checkpoint, source)
+    budget = plan_budget(settings)
+    trackers = chosen_trackers(settings.tracker)
+    settings = resolve_teacher(settings, source)
+    parts = open_mixture(settings.corpora)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     set_seed(settings.seed)
     model = _build(source, from_scratch, trust_remote_code)
     _refuse_long_blocks(settings.block, model.config)
-    watch = _open_watch(settings, tokenizer)
-    accelerator = make_accelerator(settings)
-    saves = Saves(out, settings, {"checkpoint": source.digest(), "text": corpus.describe()})
-    run = _Run(accelerator, settings, budget, saves, watch)
-    run.prepare(model, corpus, tokenizer, restart, trust_remote_code)
-    with stop_on_signal() as stop:
-        run.train(stop)
-    entry = run.entry(source, corpus, from_scratch)
-    weights = accelerator.get_state_dict(run.model)  # collective
-    if accelerator.is_main_process:
-        trained = accelerator.unwrap_model(run.model)
-        write_trained(
-            trained,
-            weights,
-            source,
-            out,
-            entry,
-            saves.metrics,
-            overwrite=overwrite,
-            trust_remote_code=trust_remote_code,
-        )
-        saves.clear()
-    accelerator.wait_for_everyone()
-    return out
+    if settings.isolate_documents:
+        refuse_leaks(model)
+    freeze_the_rest(model, settings.train)
+    watch = open_watch(settings, tokenizer)
+    accelerator = make_accelerator(settings, trackers, logs_folder(out))
+    saves = Saves(out, settings, {"checkpoint": source.digest(), "text": describe(parts)})
+    text = _Text(parts, tokenizer, watch)
+    return Run(accelerator, settings, budget, saves, source, model, text, from_scratch, trust_remote_code)
 
 
 @dataclass(frozen=True)
-class _Watch:
-    """The held-out text whose perplexity is followed during the run."""
+class _Text:
+    """What a run reads: the corpora it learns from, the tokenizer, and held-out text."""
 
-    documents: list[TokenDocument]
-    description: dict[str, str]
+    parts: Sequence[Part]
+    tokenizer: Any
+    watch: Watch | None
 
 
-class _Run:
+class Run:
     """State of one run between its phases."""
 
     def __init__(
-        self, accelerator: Accelerator, settings: UptrainSettings, budget: Budget, saves: Saves, watch: _Watch | None
+        self,
+        accelerator: Accelerator,
+        settings: UptrainSettings,
+        budget: Budget,
+        saves: Saves,
+        source: Checkpoint,
+        model: Any,
+        text: _Text,
+        from_scratch: bool,
+        trust_remote_code: bool,
     ) -> None:
-        self.accelerator, self.settings, self.budget = accelerator, settings, budget
-        self.saves, self.watch = saves, watch
+        self.accelerator, self.settings, self.budget, self.saves = accelerator, settings, budget, saves
+        self.source, self.model = source, model
+        self._text, self._from_scratch, self._trust = text, from_scratch, trust_remote_code
 
-    def prepare(self, model: Any, corpus: Corpus, tokenizer: Any, restart: bool, trust_remote_code: bool) -> None:
+    def prepare(self, restart: bool = False) -> None:
         """Put everything on its device, and restore the newest save if there is one."""
-        teacher = _load_teacher(self.settings, self.accelerator, model, tokenizer, trust_remote_code)
-        self.model, self.optimizer = self.accelerator.prepare(model, make_optimizer(model, self.settings))
-        schedule = make_schedule(self.settings, self.budget.steps)
-        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, self.settings, schedule, teacher)
+        settings, student = self.settings, self.model
+        self.teacher = (
+            load_teacher(settings.teacher, self.accelerator, student, self._text.tokenizer, self._trust)
+            if settings.teacher
+            else None
+        )
+        self._flops = flops_per_token(student, self.teacher.model if self.teacher else None)
+        self._peak = peak_flops(self.accelerator.device)
+        _speed_up(student, settings)
+        if teach_in_chunks(student).whole:
+            info(f"{type(student).__name__} cannot be cut below its head: all logits of a micro-batch are in memory.")
+        self.model, self._optimizer = self.accelerator.prepare(student, make_optimizer(student, settings))
+        schedule = make_schedule(settings, self.budget.steps)
+        self.stepper = Stepper(self.accelerator, self.model, self._optimizer, settings, schedule, self.teacher)
         # not earlier: what can be refused has been refused by now
         if restart and self.accelerator.is_main_process:
             self.saves.clear()
         self.accelerator.wait_for_everyone()
         progress = self.saves.load_newest(self.accelerator)
         self.step = progress.step if progress else 0
-        self.stream = BlockStream(
-            corpus,
-            Encoder(tokenizer),
-            block=self.settings.block,
-            seed=self.settings.seed,
-            position=progress.position if progress else None,
+        self.stream = Mixture(
+            self._text.parts,
+            Encoder(self._text.tokenizer),
+            block=settings.block,
+            seed=settings.seed,
+            positions=progress.positions if progress else None,
         )
-        self.metrics = Metrics(self.saves.metrics if self.accelerator.is_main_process else None, self.step)
+        self.accelerator.init_trackers("headfold", _plain(settings))
+        file = self.saves.metrics if self.accelerator.is_main_process else None
+        self.metrics = Metrics(file, self.step, lambda numbers, step: self.accelerator.log(numbers, step=step))
         if progress:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
             info(f"{self.budget.tokens:,} tokens: {self.budget.steps:,} steps of {self.budget.tokens_per_step:,}.")
 
-    def train(self, stop: Any) -> None:
+    def train(self, stop: StopRequest) -> None:
         """Step until the budget is spent."""
         self.model.train()
-        self._evaluate(due=self.step == 0)
+        if self.step == 0:
+            self._score_the_source()
+            self._evaluate()
         clock = Clock(self.budget.steps - self.step)
-        since_log, loss_sum = 0, torch.zeros((), device=self.accelerator.device)
+        guard = SpikeGuard(self.settings.spike)
+        since_log: list[StepResult] = []
         while self.step < self.budget.steps:
-            ids_BT = self.stream.next_batch(
-                self.settings.batch, rank=self.accelerator.process_index, processes=self.accelerator.num_processes
-            )
-            loss, norm = self.stepper(self.step, ids_BT)
-            self.step += 1
-            since_log, loss_sum = since_log + 1, loss_sum + loss
+            result = self.next_step()
+            guard.see(self.step, result.loss)
+            since_log.append(result)
             last = self.step == self.budget.steps
             if last or self.step % self.settings.log_every == 0:
-                self._log(clock, since_log, float(loss_sum) / since_log, norm)
-                since_log, loss_sum = 0, torch.zeros_like(loss_sum)
-            self._evaluate(due=last or bool(self.settings.eval_every and self.step % self.settings.eval_every == 0))
+                self._log(clock, since_log)
+                since_log = []
+            if last or (self.settings.eval_every and self.step % self.settings.eval_every == 0):
+                self._evaluate()
             stopping = self._anyone(bool(stop))
-            if stopping or last or self.step % self.settings.save_every == 0:
-                self.saves.write(self.accelerator, Progress(self.step, self.stream.position))
+            due = last or self.step % self.settings.save_every == 0
+            if stopping or (due and guard.calm):
+                self.saves.write(self.accelerator, Progress(self.step, self.stream.positions()))
             if stopping and not last:
                 raise Interrupted(
                     f"Stopped by a signal at step {self.step} of {self.budget.steps}; saved.",
                     "Run the same command to go on.",
                 )
 
-    def entry(self, source: Checkpoint, corpus: Corpus, from_scratch: bool) -> dict[str, Any]:
+    def next_step(self) -> StepResult:
+        """Draw a batch and learn from it."""
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        batch = self.stream.next_batch(self.settings.batch, rank=rank, processes=processes)
+        result = self.stepper(self.step, batch)
+        self.step += 1
+        return result
+
+    def entry(self) -> dict[str, Any]:
         """What the record says of this run."""
         train = [line for line in self.metrics.lines if line["kind"] == "train"]
         held = [line["perplexity"] for line in self.metrics.lines if line["kind"] == "eval"]
+        watch, texts = self._text.watch, describe(self._text.parts)
         return {
-            "step": "pretrain" if from_scratch else "uptrain",
-            "source": None if from_scratch else str(source.folder.resolve()),
-            "settings": self.settings.model_dump(),
+            "step": "pretrain" if self._from_scratch else "uptrain",
+            "source": None if self._from_scratch else str(self.source.folder.resolve()),
+            "settings": self.settings.model_dump(mode="json"),
             "tokens": self.budget.tokens,
             "steps": self.budget.steps,
-            "data": corpus.describe(),
-            "epochs": self.stream.position.epoch,
+            "data": texts[0] if len(texts) == 1 else texts,
+            "epochs": self.stream.epochs()[0] if len(texts) == 1 else self.stream.epochs(),
             "processes": self.accelerator.num_processes,
+            "distributed": "FSDP2" if self.accelerator.is_fsdp2 else self.accelerator.distributed_type.value,
             "device": str(self.accelerator.device.type),
             "mixed_precision": self.accelerator.mixed_precision,
             "final_loss_nats": train[-1]["loss"] if train else None,
-            "heldout": {**self.watch.description, "perplexity": held[-1]} if self.watch and held else None,
+            "heldout": {**watch.description, "perplexity": held[-1]} if watch and held else None,
+            "recovered": recovered_share(self.metrics.lines),
         }
 
-    def _log(self, clock: Clock, steps: int, loss: float, norm: float) -> None:
-        rate, seconds_left = clock.lap(steps, steps * self.budget.tokens_per_step)
-        line = {
+    def _log(self, clock: Clock, results: Sequence[StepResult]) -> None:
+        rate, seconds_left = clock.lap(len(results), len(results) * self.budget.tokens_per_step)
+        line: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.budget.tokens_per_step,
-            "loss": loss,
+            "loss": sum(result.loss for result in results) / len(results),
             "learning_rate": self.stepper.learning_rate(self.step - 1),
-            "gradient_norm": norm,
+            "gradient_norm": results[-1].gradient_norm,
             "tokens_per_second": rate,
         }
+        if self.teacher is not None:
+            line["divergence"] = sum(result.divergence for result in results) / len(results)
+        if self._peak is not None:
+            line["mfu"] = rate * self._flops / (self._peak * self.accelerator.num_processes)
+        recovered = recovered_share(self.metrics.lines)
+        if recovered is not None:
+            line["recovered"] = recovered
         self.metrics.add("train", **line)
         say_progress(line, self.budget.steps, seconds_left)
 
-    def _evaluate(self, *, due: bool) -> None:
-        """Held-out perplexity where it is due; every process must call this, since they share the windows."""
-        if self.watch is None or not due:
+    def _score_the_source(self) -> None:
+        """Held-out perplexity of the teacher, or of the source where it is at hand: what is to be won back."""
+        watch = self._text.watch
+        if watch is None:
             return
-        model = self.accelerator.unwrap_model(self.model)
-        documents, window = self.watch.documents, self.settings.block
-        perplexity = quick_perplexity(model, documents, window=window, accelerator=self.accelerator)
+        if self.teacher is not None:
+            perplexity = watch.perplexity(self.teacher.model, self.accelerator)
+        else:
+            place = converted_from(self.source)
+            if place is None:
+                return
+            perplexity = watch.perplexity_of(place, self.accelerator, self._trust)
+        self.metrics.add("source", step=0, perplexity=perplexity)
+        info(f"source · held-out perplexity {perplexity:.3f}")
+
+    def _evaluate(self) -> None:
+        """Held-out perplexity; every process must call this, since they share the windows."""
+        if self._text.watch is None:
+            return
+        perplexity = self._text.watch.perplexity(self.accelerator.unwrap_model(self.model), self.accelerator)
         self.metrics.add("eval", step=self.step, tokens=self.step * self.budget.tokens_per_step, perplexity=perplexity)
         info(f"step {self.step}/{self.budget.steps} · held-out perplexity {perplexity:.3f}")
 
@@ -215,22 +296,6 @@ class _Run:
             return asked
         flag = torch.tensor(float(asked), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
-
-
-def make_accelerator(settings: UptrainSettings) -> Accelerator:
-    """accelerate with the precision that was asked for; an earlier run of this process does not dictate its own."""
-    AcceleratorState._reset_state()
-    cpu = settings.device == "cpu" or not torch.accelerator.is_available()
-    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and _has_fast_bf16(cpu))
-    return Accelerator(cpu=cpu, mixed_precision="bf16" if bf16 else "no")
-
-
-def _has_fast_bf16(cpu: bool) -> bool:
-    """bf16 pays on every accelerator that has it, and on CPUs with matrix units (AMX) for it."""
-    if not cpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: absent in some versions, then fp32
-    return bool(has_amx and has_amx())
 
 
 def _build(source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> Any:
@@ -250,39 +315,21 @@ def _refuse_long_blocks(block: int, config: Any) -> None:
         )
 
 
-def _resolve_teacher(settings: UptrainSettings, source: Checkpoint) -> UptrainSettings:
-    """Replace the teacher ``source`` by the checkpoint that the conversion record names."""
-    if settings.teacher != "source":
-        return settings
-    entry = last_entry(source.folder, "convert")
-    if entry is None:
-        raise UsageError(
-            f"{source.folder} has no conversion record that says what its source is.",
-            "Name the teacher: --teacher CHECKPOINT.",
-        )
-    folder = str(entry.get("source_folder", ""))
-    return settings.model_copy(update={"teacher": folder if Path(folder).is_dir() else str(entry["source"])})
+def _speed_up(model: Any, settings: UptrainSettings) -> None:
+    """Options that change speed and memory, not what is learnt."""
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.compile:
+        # layer by layer: they share one graph, and the head is called from outside
+        kinds = set(getattr(model, "_no_split_modules", None) or [])
+        for module in model.modules():
+            if type(module).__name__ in kinds:
+                module.compile()
 
 
-def _load_teacher(
-    settings: UptrainSettings, accelerator: Accelerator, student: Any, tokenizer: Any, trust_remote_code: bool
-) -> Any:
-    """The frozen teacher on its device; refused where its tokens are not the student's."""
-    if settings.teacher is None:
-        return None
-    teacher = load_causal_lm(settings.teacher, trust_remote_code=trust_remote_code)
-    vocabulary = load_tokenizer(settings.teacher, trust_remote_code=trust_remote_code).get_vocab()
-    widths = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
-    if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
-        raise UsageError(
-            f"The teacher {settings.teacher} has another vocabulary than the checkpoint, so it cannot be followed.",
-            "Distil from the checkpoint's own source, or leave --teacher out.",
-        )
-    return teacher.to(accelerator.device).eval().requires_grad_(False)
-
-
-def _open_watch(settings: UptrainSettings, tokenizer: Any) -> _Watch | None:
-    if settings.eval_data is None:
-        return None
-    corpus = open_corpus(settings.eval_data, HELDOUT)
-    return _Watch(tokenize_documents(tokenizer, corpus, max_tokens=settings.eval_tokens), corpus.describe())
+def _plain(settings: UptrainSettings) -> dict[str, Any]:
+    """Settings in the few types that every tracker takes."""
+    values = settings.model_dump()
+    return {
+        name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in values.items()
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ class Metrics:
     Args:
         file: where the lines go; None on processes that do not write.
         step: the step from which the run goes on; zero starts the file afresh.
+        track: also gets the numbers of each line, by name, and the step.
     """
 
-    def __init__(self, file: Path | None, step: int) -> None:
-        self._file = file
+    def __init__(self, file: Path | None, step: int, track: Callable[[dict[str, float], int], None]) -> None:
+        self._file, self._track = file, track
         self.lines: list[dict[str, Any]] = []
         if file is None:
             return
@@ -34,6 +36,8 @@ class Metrics:
         if self._file is not None:
             with self._file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        self._track(numbers, values["step"])
 
 
 def _read_whole_lines(file: Path) -> list[dict[str, Any]]:
@@ -65,10 +69,20 @@ class Clock:
         return rate, pace * (self._steps_left - self._steps_done)
 
 
+# What stands in the line of a person, where it is known, and how.
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "divergence": lambda value: f"KL {value:.4f}",
+    "learning_rate": lambda value: f"lr {value:.2e}",
+    "gradient_norm": lambda value: f"|g| {value:.2f}",
+    "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
+    "mfu": lambda value: f"MFU {100 * value:.0f} %",
+    "recovered": lambda value: f"recovered {100 * value:.0f} %",
+}
+
+
 def say_progress(line: dict[str, Any], steps: int, seconds_left: float) -> None:
-    """``step 120/3500 · 3 % · loss 3.214 · lr 1.9e-03 · |g| 0.61 · 6,100 tok/s · ETA 8m12s``."""
-    info(
-        f"step {line['step']}/{steps} · {100 * line['step'] / steps:.0f} % · loss {line['loss']:.4f} · "
-        f"lr {line['learning_rate']:.2e} · |g| {line['gradient_norm']:.2f} · "
-        f"{line['tokens_per_second']:,.0f} tok/s · ETA {human_seconds(seconds_left)}"
-    )
+    """``step 120/3500 · 3 % · loss 3.214 · KL 0.31 · lr 1.9e-03 · |g| 0.61 · 6,100 tok/s · ETA 8m12s``."""
+    parts = [f"step {line['step']}/{steps}", f"{100 * line['step'] / steps:.0f} %"]
+    parts += [show(line[name]) for name, show in _SHOWN.items() if line.get(name) is not None]
+    info(" · ".join([*parts, f"ETA {human_seconds(seconds_left)}"]))

@@ -1,23 +1,43 @@
-"""AdamW with decay on matrices only, and the learning rate as a pure function of the step."""
+"""Which weights are trained, AdamW with decay on matrices only, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
+from ..errors import UsageError
 from .settings import UptrainSettings
 
-_SCHEDULES = {
-    "cosine": "cosine_with_min_lr",
-    "linear": "linear",
-    "constant": "constant_with_warmup",
-    "warmup-stable-decay": "warmup_stable_decay",
-}
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run
+_ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn)\.")
+_TRAINED = {
+    "all": re.compile(""),
+    "attention": _ATTENTION,
+    "kv": re.compile(_ATTENTION.pattern + r"(.*\.)?(k|v|kv|key|value|key_value)_?(proj|projection|norm|layernorm)?\."),
+}
+
+
+def freeze_the_rest(model: nn.Module, train: str) -> None:
+    """Leave only the weights of ``train`` trainable: ``all``, ``attention``, or ``kv`` (keys and values).
+
+    Raises:
+        UsageError: the class has no weights of that kind, for example keys and values fused with queries.
+    """
+    wanted = _TRAINED[train]
+    found = False
+    for name, parameter in model.named_parameters():
+        trained = wanted.search(f".{name}") is not None
+        parameter.requires_grad_(trained)
+        found |= trained
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has no weights that `--train {train}` means.", "Take --train attention, or all."
+        )
 
 
 def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.AdamW:
@@ -35,32 +55,34 @@ def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.A
     )
 
 
+# How much of the way from the peak to the final learning rate is left: of the share of steps done after warm-up.
+_FALLS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "warmup-stable-decay": lambda done: min(1.0, (1 - done) / _DECAY_SHARE),
+}
+
+
 def make_schedule(settings: UptrainSettings, steps: int) -> Callable[[int], float]:
     """Learning rate of step 0, 1, …, ``steps`` − 1.
 
-    A function of the step alone, so it neither needs saving nor depends on the number of processes. The shapes are
-    those of ``transformers.get_scheduler``; they end at ``final_learning_rate`` × the peak (``linear`` at zero,
-    ``constant`` does not fall).
+    A function of the step alone, so it neither needs saving nor depends on the number of processes. It rises to the
+    peak in equal steps, and the last step has ``final_learning_rate`` × the peak exactly (``constant`` stays there).
+    Warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, §4.2, with a linear decay.
     """
-    warmup = round(settings.warmup * steps)
-    special: dict[str, Any] = {}
-    if settings.schedule == "cosine":
-        special = {"min_lr_rate": settings.final_learning_rate}
-    elif settings.schedule == "warmup-stable-decay":
-        special = {"num_decay_steps": round(_DECAY_SHARE * steps), "min_lr_ratio": settings.final_learning_rate}
-    carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler: Any = get_scheduler(
-        _SCHEDULES[settings.schedule],
-        carrier,
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=special,
-    )
-    factor = scheduler.lr_lambdas[0]
-    # The library's warm-up starts at zero, which would waste the first step: count steps from one.
-    return lambda step: float(settings.learning_rate * factor(step + 1 if warmup else step))
+    warmup = max(1, round(settings.warmup * steps))
+    fall, floor = _FALLS[settings.schedule], settings.final_learning_rate
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return settings.learning_rate * (step + 1) / warmup
+        left = fall((step + 1 - warmup) / (steps - warmup))
+        return settings.learning_rate * (floor + (1 - floor) * left)
+
+    return rate
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Any, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate

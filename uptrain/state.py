@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
-from .data import Position
+from .mixture import MixturePosition
 from .settings import FREE_ON_RESUME, UptrainSettings
 
 # accelerate warns at every save of tied weights that it stores them once, which is what we want
@@ -29,10 +29,10 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps done, and where the text stands."""
+    """How far a run has come: optimizer steps done, and where each corpus stands."""
 
     step: int
-    position: Position
+    positions: list[MixturePosition]
 
 
 class Saves:
@@ -68,17 +68,18 @@ class Saves:
         accelerator.wait_for_everyone()
         try:
             accelerator.save_state(str(temporary))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                _mark_complete(temporary, progress, self._settings, self._identity)
+                shutil.rmtree(final, ignore_errors=True)
+                temporary.rename(final)
         except (OSError, RuntimeError, SafetensorError) as problem:  # torch says RuntimeError for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise HeadfoldError(
                 f"The save at step {progress.step} failed: {problem}.",
                 "Free some space; the same command continues from the save before.",
             ) from problem
-        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _mark_complete(temporary, progress, self._settings, self._identity)
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
             for old in list(self.complete())[self._settings.keep :]:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
@@ -103,7 +104,7 @@ class Saves:
         _refuse_other_settings(UptrainSettings(**content["settings"]), self._settings, self.folder)
         _refuse_other_run(content["identity"], self._identity, self.folder)
         accelerator.load_state(str(save))
-        return Progress(content["step"], Position(**content["position"]))
+        return Progress(content["step"], [MixturePosition.from_json(one) for one in content["positions"]])
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -118,7 +119,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
         sizes[file.relative_to(save).as_posix()] = file.stat().st_size
     content: dict[str, Any] = {
         "step": progress.step,
-        "position": progress.position.to_json(),
+        "positions": [position.to_json() for position in progress.positions],
         "settings": settings.model_dump(),
         "identity": identity,
         "sizes": sizes,

@@ -1,27 +1,47 @@
-"""One optimizer step: micro-batches, exact normalisation over them and over processes, clipping."""
+"""One optimizer step: micro-batches, exact normalisation over them and over processes, clipping.
+
+Letters of shapes: B blocks, M blocks of a micro-batch, T tokens of a block.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..errors import TrainingError, UsageError
-from .losses import cross_entropy_sum, distillation_sum
+from .headloss import Lesson
+from .losses import Objective, Sums
+from .mixture import Batch
 from .optim import set_learning_rate
 from .settings import UptrainSettings
+from .teacher import Teacher
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Means over the step's target tokens and all processes, nats, and the norm of the gradient before clipping."""
+
+    loss: float
+    cross_entropy: float
+    divergence: float
+    gradient_norm: float
 
 
 class Stepper:
     """Turns one batch of blocks into one update of the weights.
 
     Args:
-        model: the prepared student. teacher: a frozen model on the same device, or None.
+        model: the prepared student, taught in chunks (:func:`headfold.uptrain.headloss.teach_in_chunks`).
         learning_rate: of step 0, 1, …
+        teacher: what to distil from, or None.
     """
 
     def __init__(
@@ -31,7 +51,7 @@ class Stepper:
         optimizer: Any,
         settings: UptrainSettings,
         learning_rate: Callable[[int], float],
-        teacher: Any = None,
+        teacher: Teacher | None = None,
     ) -> None:
         if settings.batch % accelerator.num_processes:
             raise UsageError(
@@ -40,48 +60,112 @@ class Stepper:
             )
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._settings, self._teacher = settings, teacher
+        self._objective = Objective(settings.distillation_weight, settings.temperature, settings.divergence)
         self.learning_rate = learning_rate
 
-    def __call__(self, step: int, ids_BT: Tensor) -> tuple[Tensor, float]:
+    def __call__(self, step: int, batch: Batch) -> StepResult:
         """Do step ``step`` with this process's share of its batch.
-
-        Returns:
-            the mean loss in nats per token over all processes, and the norm of the gradient before clipping.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the weights are left as they were.
         """
-        micro_batches = ids_BT.split(self._settings.micro_batch)
-        targets = self._settings.batch * (ids_BT.shape[1] - 1)  # blocks are full, so every process knows the total
-        total = torch.zeros((), device=self._accelerator.device)
-        for index, micro_MT in enumerate(micro_batches):
+        # every process knows the targets of all
+        targets = batch.targets - (batch.inner_openings if self._settings.isolate_documents else 0)
+        totals = torch.zeros(3, device=self._accelerator.device)
+        micro_batches = list(batch.split(self._settings.micro_batch))
+        for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with nullcontext() if last else self._accelerator.no_sync(self._model):
-                loss = self._loss_sum(micro_MT.to(self._accelerator.device)) / targets
-                # DDP and FSDP average gradients over processes; the division above already counted them all
-                self._accelerator.backward(loss * self._accelerator.num_processes)
-            total += loss.detach()
-        loss_nats = self._accelerator.reduce(total, "sum")
-        norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip))
-        if not (torch.isfinite(loss_nats) and torch.isfinite(torch.tensor(norm))):
-            raise TrainingError(
-                f"At step {step + 1} the loss is {float(loss_nats)} and the gradient norm {norm}: the run diverged.",
-                "The last save is intact; lower --learning-rate or raise --warmup and start again with --restart.",
-            )
+                sums = self._sums(micro.to(self._accelerator.device))
+                # DDP and FSDP average gradients over processes; the division by all targets counted them already
+                self._accelerator.backward(sums.loss * (self._accelerator.num_processes / max(1, targets)))
+            totals += torch.stack([one.detach() for one in sums])
+        means = self._accelerator.reduce(totals, "sum") / max(1, targets)
+        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
+        loss, cross_entropy, divergence, gradient_norm = [*means.tolist(), float(_whole(norm))]
+        result = StepResult(loss, cross_entropy, divergence, gradient_norm)
+        self._refuse_what_is_no_number(step, result)
         set_learning_rate(self._optimizer, self.learning_rate(step))
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss_nats, norm
+        return result
 
-    def _loss_sum(self, ids_MT: Tensor) -> Tensor:
-        """Weighted sum of the token losses of one micro-batch, nats."""
-        logits = self._model(input_ids=ids_MT, use_cache=False).logits
-        if self._teacher is None:
-            return cross_entropy_sum(logits, ids_MT)
-        weight = self._settings.distillation_weight
-        with torch.no_grad(), self._accelerator.autocast():
-            teacher_logits = self._teacher(input_ids=ids_MT, use_cache=False).logits
-        distilled = distillation_sum(logits, teacher_logits)
-        if weight == 1:
-            return distilled
-        return weight * distilled + (1 - weight) * cross_entropy_sum(logits, ids_MT)
+    def _sums(self, micro: Batch) -> Sums:
+        """Summed losses of one micro-batch, ``loss`` with its gradient."""
+        inputs = model_inputs(micro, self._settings.isolate_documents)
+        keep_MT = torch.ones_like(micro.opens_BT)
+        keep_MT[:, -1] = False
+        if self._settings.isolate_documents:
+            keep_MT[:, :-1] &= ~micro.opens_BT[:, 1:]  # what opens a document cannot be told from the one before
+        targets_N = micro.ids_BT.roll(-1, dims=1)[keep_MT]
+        teacher_NX, split = None, None
+        if self._teacher is not None:
+            teacher_NX, split = self._teacher.features(**inputs)[keep_MT], self._teacher.split
+        lesson = Lesson(self._objective, keep_MT, targets_N, teacher_NX, split)
+        sums: Sums = self._model(lesson=lesson, use_cache=False, **inputs)
+        return sums
+
+    def _refuse_what_is_no_number(self, step: int, result: StepResult) -> None:
+        if not torch.isfinite(torch.tensor([result.loss, result.gradient_norm])).all():
+            raise TrainingError(
+                f"At step {step + 1} the loss is {result.loss} and the gradient norm {result.gradient_norm}: "
+                "the run diverged.",
+                "The last save is intact; lower --learning-rate or raise --warmup and start again with --restart.",
+            )
+
+
+def model_inputs(batch: Batch, isolate: bool) -> dict[str, Tensor]:
+    """What the model is called with; positions that start again at each document keep documents apart.
+
+    transformers reads such positions as several sequences, given no attention mask and no cache.
+    """
+    if not isolate:
+        return {"input_ids": batch.ids_BT}
+    places_BT = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device).expand_as(batch.ids_BT)
+    openings_BT = torch.where(batch.opens_BT, places_BT, 0).cummax(dim=1).values
+    return {"input_ids": batch.ids_BT, "position_ids": places_BT - openings_BT}
+
+
+def _whole(norm: Any) -> Any:
+    """The norm over all shards."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class SpikeGuard:
+    """Watches the loss for a rise that does not pass.
+
+    Args:
+        factor: how many times above the median of the last losses counts as a spike; 0 watches nothing.
+    """
+
+    WINDOW, ENOUGH, PATIENCE = 50, 20, 3  # losses to compare with, the fewest of them, and spikes in a row to stop at
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._calm: list[float] = []
+        self._spikes = 0
+
+    @property
+    def calm(self) -> bool:
+        """False while the last loss was a spike; weights of such a moment are not worth a save."""
+        return not self._spikes
+
+    def see(self, step: int, loss: float) -> None:
+        """Take in the loss of a step.
+
+        Raises:
+            TrainingError: it is the third spike in a row.
+        """
+        usual = median(self._calm) if len(self._calm) >= self.ENOUGH else None
+        if not self._factor or usual is None or loss <= self._factor * usual:
+            self._calm = [*self._calm, loss][-self.WINDOW :]
+            self._spikes = 0
+            return
+        self._spikes += 1
+        if self._spikes == self.PATIENCE:
+            raise TrainingError(
+                f"At step {step} the loss is {loss:.3f}, and it has been over {self._factor:g} times the usual "
+                f"{usual:.3f} for {self.PATIENCE} steps.",
+                "The last save is from before; lower --learning-rate and start again with --restart, or look at the "
+                "text of these steps. --spike 0 goes on regardless.",
+            )

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
 import torch
+from headfold.checkpoint.source import Checkpoint
 from headfold.errors import UsageError
 from headfold.uptrain.budget import plan_budget
-from headfold.uptrain.optim import make_optimizer, make_schedule
+from headfold.uptrain.optim import freeze_the_rest, make_optimizer, make_schedule
+from headfold.uptrain.pretraining import known_pretraining, resolve_pretraining
 from headfold.uptrain.settings import UptrainSettings
+from tiny import tiny_model
 
 
 def test_fraction_of_the_pretraining_tokens_rounds_up_to_whole_steps():
@@ -30,20 +34,27 @@ def test_a_budget_is_given_exactly_once(given, says):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "warmup-stable-decay"])
-def test_schedules_rise_to_the_peak_and_end_where_they_should(schedule):
+def test_schedules_rise_to_the_peak_and_end_at_the_last_step(schedule):
     settings = UptrainSettings(schedule=schedule, learning_rate=1e-3, final_learning_rate=0.1, warmup=0.1, steps=100)
     rate = make_schedule(settings, 100)
     rates = [rate(step) for step in range(100)]
-    assert rates[0] == pytest.approx(1.9e-4 if schedule == "warmup-stable-decay" else 1e-4)
-    assert max(rates) == pytest.approx(1e-3)
-    assert rates[9] == pytest.approx(1e-3)
-    ends = {"cosine": 1e-4, "linear": 0.0, "constant": 1e-3, "warmup-stable-decay": 1e-4}
-    assert rates[-1] == pytest.approx(ends[schedule], abs=2e-5)
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(rates[9:]))
+    assert rates[:10] == pytest.approx([1e-4 * (step + 1) for step in range(10)])
+    assert max(rates) == rates[9]
+    assert rates[-1] == pytest.approx(1e-3 if schedule == "constant" else 1e-4)
+    assert all(later <= earlier for earlier, later in pairwise(rates[9:]))
+    halfway = {"cosine": 5.5e-4, "linear": 5.5e-4, "constant": 1e-3, "warmup-stable-decay": 1e-3}
+    assert rates[54] == pytest.approx(halfway[schedule], rel=1e-6)
+
+
+def test_warmup_stable_decay_falls_in_the_last_fifth():
+    settings = UptrainSettings(schedule="warmup-stable-decay", learning_rate=1.0, final_learning_rate=0, warmup=0)
+    rate = make_schedule(settings, 101)
+    assert [round(rate(step), 9) for step in (0, 79, 80, 85, 90, 100)] == [1, 1, 1, 0.75, 0.5, 0]
 
 
 def test_without_warm_up_the_first_step_has_the_peak():
-    assert make_schedule(UptrainSettings(warmup=0, steps=10), 10)(0) == pytest.approx(1e-3)
+    for steps in (1, 2, 10):
+        assert make_schedule(UptrainSettings(warmup=0, steps=steps), steps)(0) == pytest.approx(1e-3)
 
 
 def test_norms_and_biases_are_not_decayed():
@@ -53,3 +64,55 @@ def test_norms_and_biases_are_not_decayed():
     assert decayed["weight_decay"] == 0.3
     assert spared["weight_decay"] == 0
     assert len(spared["params"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("train", "trained"),
+    [
+        ("all", {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "gate_proj", "lm_head"}),
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}),
+        ("kv", {"k_proj", "v_proj", "k_norm"}),
+    ],
+)
+def test_only_the_chosen_weights_are_trained(train, trained):
+    model = tiny_model("qwen3")
+    freeze_the_rest(model, train)
+    kinds = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained <= kinds
+    assert train == "all" or trained == kinds
+    counted = sum(len(group["params"]) for group in make_optimizer(model, UptrainSettings()).param_groups)
+    assert counted == sum(weight.requires_grad for weight in model.parameters())
+
+
+def test_keys_and_values_that_are_fused_with_queries_cannot_be_trained_alone():
+    with pytest.raises(UsageError, match="no weights that `--train kv` means"):
+        freeze_the_rest(tiny_model("phi3"), "kv")
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("meta-llama/Llama-2-7b-hf", 2e12),
+        ("./somewhere/llama-2-13b-gqa8", 2e12),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 11e12),
+        ("allenai/OLMo-1B-hf", 3e12),
+        ("EleutherAI/pythia-1.4b-deduped", 299_892_736_000),
+        ("my-model", None),
+        ("not-llama-2-7b-at-all", None),
+    ],
+)
+def test_pretraining_tokens_are_known_by_name(name, tokens):
+    known = known_pretraining(name)
+    assert (known and known.tokens) == tokens
+
+
+def test_pretraining_tokens_are_known_from_the_record_of_a_conversion(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    history = [{"step": "convert", "source": "meta-llama/Llama-2-7b-hf"}]
+    (tmp_path / "headfold.json").write_text(json.dumps({"schema": 1, "history": history}))
+    settings = UptrainSettings(fraction=0.05)
+    resolved = resolve_pretraining(settings, tmp_path, Checkpoint.open(tmp_path, weights=False))
+    assert resolved.pretraining_tokens == 2e12
+    assert resolve_pretraining(settings, "unknown").pretraining_tokens is None
+    given = UptrainSettings(fraction=0.05, pretraining_tokens=7)
+    assert resolve_pretraining(given, "meta-llama/Llama-2-7b-hf") is given

@@ -5,8 +5,11 @@ import json
 
 import pytest
 from headfold.corpus import Corpus, Document, Encoder, open_corpus
-from headfold.errors import DataError
+from headfold.errors import DataError, UsageError
+from headfold.uptrain.budget import plan_budget
 from headfold.uptrain.data import BlockStream, Position, shuffled
+from headfold.uptrain.mixture import Mixture, MixturePosition, Part, open_mixture
+from headfold.uptrain.settings import UptrainSettings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +38,7 @@ def numbered(documents: int, length: int) -> Corpus:
 
 
 def take(stream: BlockStream, blocks: int) -> list[int]:
-    return [token for _ in range(blocks) for token in next(stream)]
+    return [token for _ in range(blocks) for token in next(stream).ids]
 
 
 def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
@@ -106,19 +109,61 @@ def test_blocks_of_one_long_document_are_spread_over_a_chunk():
     """One document of 64 blocks among 64 of one block: in order it would fill 64 blocks in a row."""
     documents = [[7] * 256, *([number + 100] * 4 for number in range(64))]
     stream = BlockStream(corpus_of(documents), Encoder(Numbers()), block=4, seed=0)
-    long = [next(stream)[0] == 7 for _ in range(128)]
+    long = [next(stream).ids[0] == 7 for _ in range(128)]
     assert sum(long) == 64
     assert 20 < sum(long[:64]) < 44  # in order it would be 0 or 64 to within one document
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_gq079_processes_share_a_step_without_overlap(processes):
-    streams = [BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), block=8, seed=2) for _ in range(processes)]
+    """The stream is one for all processes, so neither shards nor their number can be fewer than the processes."""
+    parts = [Part(numbered(9, 7), 1.0)]
+    streams = [Mixture(parts, Encoder(Numbers(eos=0)), block=8, seed=2) for _ in range(processes)]
     reference = BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), block=8, seed=2)
     for _ in range(5):
-        parts = [stream.next_batch(4, rank=rank, processes=processes) for rank, stream in enumerate(streams)]
-        found = sorted(tuple(row) for part in parts for row in part.tolist())
-        assert found == sorted(tuple(next(reference)) for _ in range(4))
+        shares = [stream.next_batch(4, rank=rank, processes=processes) for rank, stream in enumerate(streams)]
+        found = sorted(tuple(row) for share in shares for row in share.ids_BT.tolist())
+        step = [next(reference) for _ in range(4)]
+        assert found == sorted(tuple(block.ids) for block in step)
+        assert {share.targets for share in shares} == {4 * 7}
+        assert {share.inner_openings for share in shares} == {sum(place > 0 for b in step for place in b.openings)}
+
+
+@given(length=st.integers(1, 9), block=st.integers(2, 12))
+def test_openings_stand_where_documents_begin(length, block):
+    stream = BlockStream(numbered(12, length), Encoder(Numbers(eos=0)), block=block, seed=0)
+    taken = [next(stream) for _ in range(12 * (length + 1) // block)]
+    for one in taken:
+        assert one.openings == [place for place, token in enumerate(one.ids) if token and token % 100 == 0]
+
+
+def test_a_mixture_holds_its_weights_in_every_stretch():
+    threes, ones = numbered(30, 7), corpus_of([[7] * 7 for _ in range(30)])
+    mixture = Mixture([Part(threes, 3.0), Part(ones, 1.0)], Encoder(Numbers()), block=7, seed=0)
+    sevens = [next(mixture).ids[0] == 7 for _ in range(400)]
+    assert all(sum(sevens[start : start + 4]) == 1 for start in range(0, 400, 4))
+
+
+@given(stop=st.integers(0, 40))
+def test_gq064_a_mixture_continues_without_gap_or_repeat(stop):
+    parts = [Part(numbered(10, 7), 2.5), Part(corpus_of([[7] * 5 for _ in range(4)]), 1.0)]
+    whole = take(Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5), 60)
+    begun = Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5)
+    before = take(begun, stop)
+    saved = [MixturePosition.from_json(json.loads(json.dumps(one.to_json()))) for one in begun.positions()]
+    after = take(Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5, positions=saved), 60 - stop)
+    assert before + after == whole
+
+
+def test_corpora_are_named_with_their_weights(tmp_path):
+    one, two = tmp_path / "one.txt", tmp_path / "day=2.txt"
+    for file in (one, two):
+        file.write_text("some text")
+    parts = open_mixture([f"{one}=3", str(two)])
+    assert [(part.corpus.spec, part.weight) for part in parts] == [(str(one), 3.0), (str(two), 1.0)]
+    for wrong, says in [([f"{one}=0"], "the weight 0"), ([str(one), f"{one}=2"], "named twice"), ([], "no corpus")]:
+        with pytest.raises(UsageError, match=says):
+            open_mixture(wrong)
 
 
 def test_shuffling_through_a_small_buffer_keeps_every_document(monkeypatch):
@@ -158,3 +203,30 @@ def test_the_standard_library_is_split_by_path():
     assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in train | heldout)
     # the split hangs on the path alone: these hold on every Python
     assert {"argparse.py", "ast.py"} <= train | heldout
+
+
+def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
+    """Text that is read from a generator: nothing asks for its length, and when it ends it is read again."""
+
+    def read():
+        yield from (Document(str(number), f"{number} {number} {number}") for number in range(1, 6))
+
+    stream = BlockStream(Corpus("generator", "1", read, streamed=True), Encoder(Numbers(eos=0)), block=4, seed=0)
+    tokens = take(stream, 12)
+    assert stream.position.epoch == 2
+    assert sorted(tokens[:20]) == sorted(tokens[20:40])
+    with pytest.raises(UsageError, match="exactly one budget"):
+        plan_budget(UptrainSettings())
+
+
+def test_gq078_documents_of_any_length_reach_two_processes_once():
+    documents = [[1000 * (number + 1) + place for place in range(1 + number * 7 % 13)] for number in range(24)]
+    total = sum(map(len, documents))
+    mixtures = [Mixture([Part(corpus_of(documents), 1.0)], Encoder(Numbers()), block=2, seed=0) for _ in range(2)]
+    seen: list[int] = []
+    for _ in range(total // 4):
+        for rank, mixture in enumerate(mixtures):
+            seen += mixture.next_batch(2, rank=rank, processes=2).ids_BT.flatten().tolist()
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= {token for document in documents for token in document}
+    assert total - len(seen) < 4

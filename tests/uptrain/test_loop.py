@@ -3,10 +3,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,53 +10,8 @@ from headfold.checkpoint.source import Checkpoint
 from headfold.errors import HeadfoldError, Interrupted, TrainingError, UsageError
 from headfold.uptrain import loop
 from headfold.uptrain.loop import uptrain_checkpoint
-from safetensors.torch import load_file, save_file
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def metrics(folder: Path, kind: str) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "headfold_metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-@pytest.fixture
-def cut_power():
-    """``cut_power(step, checkpoint, out, settings)``: a run that dies as step ``step`` begins."""
-
-    def cut(at: int, *arguments) -> None:
-        real = loop.Stepper.__call__
-
-        def die(self, step, ids):
-            if step == at:
-                raise RuntimeError("power cut")
-            return real(self, step, ids)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop.Stepper, "__call__", die)
-            with pytest.raises(RuntimeError, match="power cut"):
-                uptrain_checkpoint(*arguments)
-
-    return cut
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_checkpoint, text_file, tmp_path_factory):
-    """One uninterrupted run, which several tests look at."""
-    from headfold.uptrain.settings import UptrainSettings
-
-    torch.set_num_threads(1)
-    settings = UptrainSettings(
-        data=str(text_file), steps=12, block=16, batch=4, micro_batch=2, learning_rate=3e-3, precision="fp32",
-        device="cpu", log_every=1, save_every=5, seed=3, eval_data=str(text_file), eval_tokens=400, eval_every=6,
-    )  # fmt: skip
-    return uptrain_checkpoint(tiny_checkpoint, tmp_path_factory.mktemp("run") / "out", settings)
+from runs import metrics, same, weights
+from safetensors.torch import save_file
 
 
 def test_a_run_learns_and_writes_an_ordinary_checkpoint(finished, tiny_checkpoint):
@@ -161,14 +112,15 @@ def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
 def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
     tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
-    real = loop.Stepper._loss_sum
+    real = loop.Stepper._sums
     calls = []
 
-    def poisoned(self, ids):
+    def poisoned(self, micro):
         calls.append(1)
-        return real(self, ids) * (float("nan") if len(calls) > 2 * 6 else 1.0)
+        sums = real(self, micro)
+        return sums._replace(loss=sums.loss * (float("nan") if len(calls) > 2 * 6 else 1.0))
 
-    monkeypatch.setattr(loop.Stepper, "_loss_sum", poisoned)
+    monkeypatch.setattr(loop.Stepper, "_sums", poisoned)
     with pytest.raises(TrainingError, match="At step 7 the loss is nan"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
     assert [save.name for save in (tmp_path / "out.training").glob("step-*")] == ["step-00000005"]
@@ -306,61 +258,3 @@ def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(ti
 def test_blocks_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="Blocks of 128 tokens are longer than the 64"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(block=128))
-
-
-def launch(arguments: list[str], processes: int) -> list[str]:
-    """The command of a run on ``processes`` CPU processes under accelerate's launcher.
-
-    ``--cpu`` would start a single process in silence; ``--multi_gpu`` is its name for launching several.
-    """
-    accelerate = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes),
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-        "--num_cpu_threads_per_process", "1",
-    ]  # fmt: skip
-    return [*accelerate, "-m", "headfold", *arguments]
-
-
-@pytest.mark.slow
-def test_gq066_gq069_gq075_two_processes_follow_one(finished, tiny_checkpoint, text_file, tmp_path):
-    """Same global batch: equal losses to 1e-5 relative, equal learning rates, equal held-out points."""
-    arguments = [
-        "uptrain", str(tiny_checkpoint), "-o", str(tmp_path / "out"), "--data", str(text_file), "--steps", "12",
-        "--block", "16", "--batch", "4", "--micro-batch", "2", "--lr", "3e-3", "--precision", "fp32", "--device", "cpu",
-        "--log-every", "1", "--save-every", "5", "--seed", "3", "--eval-data", str(text_file), "--eval-tokens", "400",
-        "--eval-every", "6",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(launch(arguments, 2), capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    entry = json.loads((tmp_path / "out" / "headfold.json").read_text())["history"][-1]
-    assert entry["processes"] == 2
-    one, two = metrics(finished, "train"), metrics(tmp_path / "out", "train")
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
-    assert [line["learning_rate"] for line in two] == [line["learning_rate"] for line in one]
-    assert [line["perplexity"] for line in metrics(tmp_path / "out", "eval")] == pytest.approx(
-        [line["perplexity"] for line in metrics(finished, "eval")], rel=1e-4
-    )
-
-
-@pytest.mark.slow
-def test_a_run_killed_with_sigkill_resumes_to_equal_bits(tiny_checkpoint, text_file, settings, tmp_path):
-    arguments = [
-        "uptrain", str(tiny_checkpoint), "-o", str(tmp_path / "out"), "--data", str(text_file), "--steps", "60",
-        "--block", "16", "--batch", "4", "--micro-batch", "2", "--lr", "3e-3", "--precision", "fp32", "--device", "cpu",
-        "--log-every", "1", "--save-every", "7", "--seed", "3",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "headfold", *arguments]
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "out.training").glob("step-????????/complete.json")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Continuing at step" in done.stderr
-    reference = uptrain_checkpoint(tiny_checkpoint, tmp_path / "reference", settings(steps=60, save_every=7))
-    assert same(weights(tmp_path / "out"), weights(reference))

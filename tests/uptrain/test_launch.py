@@ -1,0 +1,222 @@
+"""Launch configs, the launcher's command line, and looking ahead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from headfold import recipes
+from headfold.errors import HeadfoldError, UsageError
+from headfold.uptrain import launch as launching
+from headfold.uptrain.command import _settings
+from headfold.uptrain.cost import Shape, plan_cost, shape_on_paper
+from headfold.uptrain.dryrun import look_ahead, measure
+from headfold.uptrain.launch import Layout, as_options, find_launch, read_layout, without_launch
+from headfold.uptrain.settings import UptrainSettings
+
+CONFIGS = sorted((Path(recipes.__file__).parent / "accelerate").glob("*.yaml"))
+LAYOUTS = {
+    "one-gpu": Layout(1, False), "ddp-8": Layout(8, False), "fsdp2-8": Layout(8, True), "fsdp2-2x8": Layout(16, True),
+}  # fmt: skip
+
+
+def test_every_layout_is_shipped():
+    assert {file.stem for file in CONFIGS} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_launch_configs_are_what_accelerate_reads(file):
+    config = load_config_from_file(str(file))
+    assert config.num_processes == LAYOUTS[file.stem].processes
+    assert config.num_machines == (2 if file.stem == "fsdp2-2x8" else 1)
+    assert read_layout(file) == LAYOUTS[file.stem]
+    assert find_launch(file.stem) == file.resolve()
+
+
+def test_the_slurm_script_is_a_script():
+    script = CONFIGS[0].with_name("slurm.sh")
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("a: 1", "no launch config"), ("[", "no launch config"), ("num_processes: 2\ndistributed_type: FSDP", "first")],
+)
+def test_what_is_no_launch_config_is_refused(content, says, tmp_path):
+    file = tmp_path / "launch.yaml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        read_layout(file)
+
+
+def test_an_unknown_launch_config_names_the_shipped_ones():
+    with pytest.raises(UsageError) as problem:
+        find_launch("nowhere")
+    assert "ddp-8, fsdp2-2x8, fsdp2-8, one-gpu" in problem.value.hint
+
+
+def test_the_processes_get_the_command_line_without_the_launch():
+    assert without_launch(["uptrain", "x", "--launch", "ddp-8", "--steps", "3"]) == ["uptrain", "x", "--steps", "3"]
+    assert without_launch(["uptrain", "--launch=ddp-8", "x"]) == ["uptrain", "x"]
+
+
+def test_settings_become_options_and_options_settings():
+    """Every field off its default, through the command line and back."""
+    settings = UptrainSettings(
+        data=("a.jsonl=3", "b.jsonl"), tokens=10**12, block=7, batch=3, micro_batch=1, isolate_documents=True,
+        train="kv", learning_rate=1e-5, final_learning_rate=0, warmup=0.5, schedule="linear", weight_decay=0, beta1=0.8,
+        beta2=0.9, clip=2, spike=0, teacher=None, distillation_weight=0.5, temperature=2, divergence="reverse",
+        precision="bf16", device="cpu", gradient_checkpointing=True, compile=True, seed=5, log_every=1, save_every=1,
+        keep=1, eval_data="x", eval_every=1, eval_tokens=1, tracker=("none",),
+    )  # fmt: skip
+    at_default = {"fraction", "pretraining_tokens", "steps"}  # one budget is all that there can be
+    for name, field in UptrainSettings.model_fields.items():
+        assert name in at_default or getattr(settings, name) != field.default, name
+    assert parsed(as_options(settings)) == settings
+    assert parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"))).teacher == "x"
+
+
+def parsed(options: list[str]) -> UptrainSettings:
+    """What the command makes of options."""
+    import typer
+    from headfold.uptrain import command
+
+    seen = []
+    app = typer.Typer()
+    app.command()(command.uptrain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_settings", lambda given: seen.append(_settings(given)) or seen[-1])
+        patch.setattr(command, "_look_ahead", lambda *arguments: None)
+        app(["checkpoint", "-o", "out", "--dry-run", *options], standalone_mode=False)
+    return seen[0]
+
+
+FAKE = """
+import signal, sys, time, pathlib
+here = pathlib.Path(sys.argv[0]).parent
+here.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
+def stop(*_):
+    time.sleep(0.2); here.joinpath("saved").write_text(""); sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+here.joinpath("ready").write_text("")
+time.sleep(float(here.joinpath("seconds").read_text())); sys.exit(int(here.joinpath("code").read_text()))
+"""
+
+
+@pytest.fixture
+def fake_launcher(tmp_path, monkeypatch):
+    """accelerate's launcher replaced by a script that waits and writes down what it was called with."""
+    script = tmp_path / "launcher.py"
+    script.write_text(FAKE)
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        launching.subprocess, "Popen",
+        lambda command, **named: real([sys.executable, str(script), *command[3:]], **named),
+    )  # fmt: skip
+
+    def prepare(seconds: float, code: int) -> Path:
+        (tmp_path / "seconds").write_text(str(seconds))
+        (tmp_path / "code").write_text(str(code))
+        return tmp_path
+
+    return prepare
+
+
+def test_the_launcher_gets_the_config_and_the_command(fake_launcher):
+    folder = fake_launcher(0, 0)
+    launching.launch(Path("some.yaml"), ["uptrain", "x"])
+    assert (folder / "arguments").read_text() == "--config_file some.yaml -m headfold uptrain x"
+    fake_launcher(0, 3)
+    with pytest.raises(SystemExit) as ended:
+        launching.launch(Path("some.yaml"), [])
+    assert ended.value.code == 3
+
+
+def test_gq086_a_signal_goes_on_to_the_processes_and_has_its_own_exit_code(fake_launcher):
+    import threading
+
+    folder = fake_launcher(30, 0)
+
+    def stop_when_ready():
+        while not (folder / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_ready).start()
+    with pytest.raises(HeadfoldError) as stopped:
+        launching.launch(Path("some.yaml"), [])
+    assert stopped.value.exit_code == 75
+    assert (folder / "saved").exists()
+
+
+def test_operations_and_memory_of_a_known_model():
+    """Llama-2-7B: 6.74 G parameters, 16 bytes each for weights, gradient and moments."""
+    llama = Shape(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
+    settings = UptrainSettings(block=4096, micro_batch=1, precision="bf16", gradient_checkpointing=True)
+    alone = plan_cost(settings, 10**9, llama, llama)
+    multiplied = 6_738_415_616 - 131_072_000
+    assert alone.flops == 8 * multiplied * 10**9
+    held = sum(alone.memory[name] for name in ("weights", "gradients", "optimizer"))
+    assert held == 16 * 6_738_415_616
+    assert alone.memory["teacher"] == 2 * 6_738_415_616
+    shared = plan_cost(settings, 10**9, llama, llama, processes=8, sharded=True)
+    assert shared.memory["weights"] == alone.memory["weights"] // 8
+    assert shared.memory["activations"] == alone.memory["activations"]
+    kept = plan_cost(settings.model_copy(update={"gradient_checkpointing": False}), 10**9, llama)
+    assert kept.memory["activations"] > 10 * alone.memory["activations"] / 4
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_activations_are_what_autograd_keeps(model_type):
+    """Within a factor of two for layers of a usual shape."""
+    import torch
+    from tiny import tiny_model
+
+    model = tiny_model(model_type, heads=8, intermediate_size=352)
+    model.train()
+    kept: dict[int, int] = {}
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+    def keep(tensor):
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = model.model(input_ids=torch.ones(4, 64, dtype=torch.long), use_cache=False).last_hidden_state
+        found = sum(kept.values())
+        del states
+    settings = UptrainSettings(block=64, micro_batch=4, precision="fp32")
+    estimate = plan_cost(settings, 1, Shape.of(model)).memory["activations"]
+    assert found / 2 < estimate < found * 2
+
+
+def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
+    rows = dict(look_ahead(tiny_checkpoint, settings(), Layout()))
+    assert rows["tokens"] == "768"
+    assert rows["teacher"] == "none"
+    assert int(rows["parameters"].replace(",", "")) == shape_on_paper(tiny_checkpoint)[0].parameters
+    with pytest.raises(HeadfoldError, match=r"needs about .* GiB on each device, and a device has 0\.0 GiB"):
+        look_ahead(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
+
+
+def test_without_a_config_the_budget_is_still_told(settings, capfd):
+    rows = dict(look_ahead("./nowhere", settings(steps=None, fraction=0.5, pretraining_tokens=1000), Layout(8, True)))
+    assert rows == {"tokens": "512", "steps": "8", "tokens per step": "64", "processes": "8, weights shared (FSDP2)"}
+    assert "no config.json" in capfd.readouterr().err
+
+
+def test_ten_steps_are_measured_and_nothing_is_left(tiny_checkpoint, settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = dict(measure(tiny_checkpoint, settings(steps=1000), Layout(8, False)))
+    assert float(rows["seconds per step, measured here"]) >= 0
+    assert {"the whole run here", "on 8 such devices, at best"} < set(rows)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,67 @@
+"""What test_processes.py runs on two processes at once: one start of the libraries for all of its runs.
+
+accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from headfold.errors import Interrupted
+from headfold.uptrain import loop
+from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.settings import UptrainSettings
+
+RANK = int(os.environ["RANK"])
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}  # fmt: skip
+
+
+def stopped_at(step: int, *arguments) -> None:
+    """A run in which one rank alone gets a SIGTERM as a step begins; all must stop after it."""
+    real = loop.Stepper.__call__
+
+    def signalled(self, now, batch):
+        if now == step and RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, now, batch)
+
+    loop.Stepper.__call__ = signalled
+    try:
+        with pytest.raises(Interrupted, match=f"at step {step + 1} of"):
+            uptrain_checkpoint(*arguments)
+    finally:
+        loop.Stepper.__call__ = real
+
+
+def main(checkpoint: str, text: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    common = {
+        "data": text, "block": 16, "batch": 4, "micro_batch": 1, "learning_rate": 3e-3, "precision": "fp32",
+        "device": "cpu", "log_every": 1, "save_every": 5, "seed": 3, "eval_data": text, "eval_tokens": 400,
+        "eval_every": 6, "steps": 12, "tracker": ("none",),
+    }  # fmt: skip
+    plain = UptrainSettings(**common, teacher=None)
+    apart = UptrainSettings(**common, teacher=None, isolate_documents=True)
+    taught = UptrainSettings(**{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5)
+    uptrain_checkpoint(checkpoint, folder / "ddp", plain)
+    stopped_at(7, checkpoint, folder / "ddp-resumed", plain)
+    uptrain_checkpoint(checkpoint, folder / "ddp-resumed", plain)
+    stopped_at(7, checkpoint, folder / "handed-over", plain)
+    uptrain_checkpoint(checkpoint, folder / "ddp-apart", apart)
+    os.environ.update(FSDP)
+    uptrain_checkpoint(checkpoint, folder / "fsdp", plain)
+    stopped_at(7, checkpoint, folder / "fsdp-resumed", plain)
+    uptrain_checkpoint(checkpoint, folder / "fsdp-resumed", plain)
+    uptrain_checkpoint(checkpoint, folder / "fsdp-taught", taught)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

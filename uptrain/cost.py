@@ -1,0 +1,163 @@
+"""What a run will take: operations, and memory of one device.
+
+Both are estimates for dense models, good enough to see whether a plan can work; ``--measure`` times the real thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import HeadfoldError
+from .settings import UptrainSettings
+
+_FLOAT32 = 4
+_CHUNK_BYTES = 256 * 2**20
+_COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that cost depends on.
+
+    Attributes:
+        parameters: all of them; tied ones count once.
+        trained: those that get gradients.
+        looked_up: parameters of an input embedding that nothing else uses: read, not multiplied.
+        layers, hidden, inner, vocabulary: layers, C, width of the MLP, V.
+    """
+
+    parameters: int
+    trained: int
+    looked_up: int
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: Any) -> Shape:
+        """Read from a model, which may be on the meta device."""
+        config = model.config.get_text_config()
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head is not None and head.weight is embedding.weight
+        hidden = config.hidden_size
+        return cls(
+            sum(one.numel() for one in model.parameters()),
+            sum(one.numel() for one in model.parameters() if one.requires_grad),
+            0 if tied else embedding.weight.numel(),
+            config.num_hidden_layers,
+            hidden,
+            getattr(config, "intermediate_size", None) or 4 * hidden,
+            embedding.weight.shape[0],
+        )
+
+
+def flops_per_token(student: Any, teacher: Any = None) -> int:
+    """Floating-point operations that a token costs in training (Kaplan et al. 2020, arXiv 2001.08361, §2.1).
+
+    Per weight: 2 in the forward pass, 2 for the gradient of the inputs, 2 more where the weight is trained; the
+    teacher's forward pass 2. The products of attention with itself are left out, as there.
+    """
+    return _flops(Shape.of(student), None if teacher is None else Shape.of(teacher))
+
+
+def _flops(student: Shape, teacher: Shape | None) -> int:
+    used = student.parameters - student.looked_up
+    own = 4 * used + 2 * min(student.trained, used)
+    return own + (0 if teacher is None else 2 * (teacher.parameters - teacher.looked_up))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes.
+
+    Attributes:
+        flops: of the whole run.
+        memory: bytes on one device, by what they are for.
+    """
+
+    flops: int
+    memory: dict[str, int]
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(self.memory.values())
+
+
+def plan_cost(
+    settings: UptrainSettings,
+    tokens: int,
+    student: Shape,
+    teacher: Shape | None = None,
+    *,
+    teacher_bytes: int = 2,
+    processes: int = 1,
+    sharded: bool = False,
+) -> Plan:
+    """Estimate a run on ``processes`` devices.
+
+    Weights, their gradients and AdamW's two moments are float32; under FSDP each device holds its share of all that
+    and of the teacher. A layer keeps about 12 C + 5 I numbers a token for its backward pass where attention itself
+    is computed in one fused piece, C being the hidden size and I the width of the MLP; with gradient checkpointing
+    the C at its entrance, and one layer at a time the rest.
+
+    Args:
+        teacher_bytes: of one of the teacher's weights.
+        sharded: the processes share the weights (FSDP) instead of each holding all (DDP).
+    """
+    share = processes if sharded else 1
+    width = 2 if settings.precision == "bf16" else _FLOAT32
+    positions = settings.micro_batch * settings.block
+    kept = (12 * student.hidden + 5 * student.inner) * positions * width
+    through = student.hidden * positions * _FLOAT32 * student.layers
+    memory = {
+        "weights": student.parameters * _FLOAT32 // share,
+        "gradients": student.trained * _FLOAT32 // share,
+        "optimizer": 2 * student.trained * _FLOAT32 // share,
+        "activations": through + kept if settings.gradient_checkpointing else kept * student.layers,
+        "logits": _COPIES_OF_A_CHUNK * min(_CHUNK_BYTES, positions * student.vocabulary * _FLOAT32),
+    }
+    if teacher is not None:
+        memory["teacher"] = teacher.parameters * teacher_bytes // share
+    return Plan(_flops(student, teacher) * tokens, memory)
+
+
+def shape_on_paper(place: str | Path, train: str = "all", *, trust_remote_code: bool = False) -> tuple[Shape, int]:
+    """The shape of a checkpoint from its config alone, and the bytes of one weight on disk.
+
+    Raises:
+        UsageError, CheckpointError: there is no config.json to be had.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..checkpoint.source import Checkpoint
+    from .optim import freeze_the_rest
+
+    source = Checkpoint.open(place, weights=False)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    freeze_the_rest(model, train)
+    named = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(named), torch.float32)
+    return Shape.of(model), dtype.itemsize
+
+
+def refuse_what_cannot_fit(plan: Plan, available: int, where: str) -> None:
+    """Raise where a plan needs more memory than a device has.
+
+    Raises:
+        HeadfoldError: it does.
+    """
+    if plan.bytes_per_device <= available:
+        return
+    gib = 2**30
+    raise HeadfoldError(
+        f"This run needs about {plan.bytes_per_device / gib:.1f} GiB on each device, and {where} has "
+        f"{available / gib:.1f} GiB.",
+        "Lower --micro-batch, add --gradient-checkpointing, share the weights over more devices "
+        "(--launch fsdp2-8), or train less (--train attention).",
+    )

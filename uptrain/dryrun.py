@@ -1,0 +1,127 @@
+"""What a run will take, before it starts: from config files alone, or with ten steps of the real thing."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.source import Checkpoint
+from ..console import human_bytes, human_seconds, info
+from ..errors import HeadfoldError
+from .budget import plan_budget
+from .cost import plan_cost, refuse_what_cannot_fit, shape_on_paper
+from .devices import memory_bytes
+from .launch import Layout
+from .pretraining import resolve_pretraining
+from .settings import UptrainSettings
+from .teacher import converted_from
+
+_MEASURED_STEPS = 10
+
+
+def look_ahead(
+    checkpoint: str | Path,
+    settings: UptrainSettings,
+    layout: Layout,
+    *,
+    device_bytes: int | None = None,
+    refuse: bool = True,
+    trust_remote_code: bool = False,
+) -> list[list[str]]:
+    """Tokens, steps, operations and memory of a run.
+
+    Args:
+        device_bytes: memory of one device; the default is that of this machine's.
+        refuse: raise where the plan does not fit.
+
+    Returns:
+        rows of a name and a value, to print.
+
+    Raises:
+        UsageError: no budget. HeadfoldError: the run cannot fit into the device.
+    """
+    source = _config_of(checkpoint)
+    settings = resolve_pretraining(settings, checkpoint, source)
+    budget = plan_budget(settings)
+    rows = [
+        ["tokens", f"{budget.tokens:,}"],
+        ["steps", f"{budget.steps:,}"],
+        ["tokens per step", f"{budget.tokens_per_step:,}"],
+        ["processes", f"{layout.processes}, {'weights shared (FSDP2)' if layout.sharded else 'each with all weights'}"],
+    ]
+    if source is None:
+        info(f"There is no config.json of {checkpoint} to be had, so operations and memory are not estimated.")
+        return rows
+    student, _ = shape_on_paper(source.folder, settings.train, trust_remote_code=trust_remote_code)
+    place = _teacher_on_paper(settings, source)
+    teacher, teacher_bytes = shape_on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
+    plan = plan_cost(
+        settings,
+        budget.tokens,
+        student,
+        teacher,
+        teacher_bytes=teacher_bytes,
+        processes=layout.processes,
+        sharded=layout.sharded,
+    )
+    rows += [["parameters", f"{student.parameters:,}"], ["teacher", place or "none"]]
+    rows += [["operations", f"{plan.flops:.2e}"]]
+    rows += [[f"memory for {name}", human_bytes(size)] for name, size in plan.memory.items()]
+    rows += [["memory of one device", f"about {human_bytes(plan.bytes_per_device)}"]]
+    available, where = device_bytes, "a device"
+    if available is None and layout.processes == 1:
+        device = torch.device("cuda" if torch.cuda.is_available() and settings.device != "cpu" else "cpu")
+        available, where = memory_bytes(device), "this machine"
+    if refuse and available is not None:
+        refuse_what_cannot_fit(plan, available, where)
+    return rows
+
+
+def _teacher_on_paper(settings: UptrainSettings, source: Checkpoint) -> str | None:
+    """The teacher's place as far as it is known without its weights."""
+    if settings.teacher in ("auto", "source"):
+        return converted_from(source)
+    return settings.teacher
+
+
+def measure(
+    checkpoint: str | Path, settings: UptrainSettings, layout: Layout, *, trust_remote_code: bool = False
+) -> list[list[str]]:
+    """Take ten real steps, save nothing, and say how long the whole run would last on as many devices as ``layout``.
+
+    The first two steps are left out of the time: memory is claimed and kernels are chosen there.
+    """
+    from .loop import open_run
+
+    with tempfile.TemporaryDirectory() as name:
+        quiet = settings.model_copy(update={"tracker": ("none",), "eval_data": None})
+        run = open_run(checkpoint, Path(name) / "out", quiet, trust_remote_code=trust_remote_code)
+        run.prepare()
+        run.model.train()
+        seconds = []
+        for _ in range(min(_MEASURED_STEPS, run.budget.steps)):
+            began = time.perf_counter()
+            run.next_step()
+            seconds.append(time.perf_counter() - began)
+        counted = seconds[2:] or seconds
+        step = sum(counted) / len(counted)
+        shared = layout.processes / run.accelerator.num_processes
+    rows = [
+        ["seconds per step, measured here", f"{step:.2f}"],
+        ["tokens per second, measured here", f"{run.budget.tokens_per_step / step:,.0f}"],
+        ["the whole run here", human_seconds(step * run.budget.steps)],
+    ]
+    if shared > 1:
+        ideal = human_seconds(step * run.budget.steps / shared)
+        rows.append([f"on {layout.processes} such devices, at best", ideal])
+    return rows
+
+
+def _config_of(checkpoint: str | Path) -> Checkpoint | None:
+    try:
+        return Checkpoint.open(checkpoint, weights=False)
+    except HeadfoldError:
+        return None

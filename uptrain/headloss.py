@@ -1,0 +1,124 @@
+"""The loss of a step, computed a chunk of positions at a time.
+
+Letters of shapes: B blocks, T tokens, C hidden size, N positions, V vocabulary, X = C, or V for a model run whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .losses import Objective, Sums
+from .split import Split, divert
+
+_LOGITS_BYTES = {"cpu": 16 * 2**20}
+_LOGITS_BYTES_ELSEWHERE = 256 * 2**20
+"""Float32 logits of one chunk: on a CPU what its cache holds, on a GPU enough to keep it busy."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one micro-batch is to teach, beside its tokens.
+
+    Attributes:
+        objective: what is minimised.
+        keep_BT: positions whose next token counts; the last column is False.
+        targets_N: those next tokens.
+        teacher_NX: what the teacher's head makes its logits from at these positions; None without a teacher.
+        teacher: the teacher itself.
+    """
+
+    objective: Objective
+    keep_BT: Tensor
+    targets_N: Tensor
+    teacher_NX: Tensor | None = None
+    teacher: Split | None = None
+
+    def chunk(self, logits_NV: Tensor, place: slice) -> tuple[Sums, Tensor]:
+        """Sums and gradient for the logits of the positions at ``place``."""
+        teacher_NV = None
+        if self.teacher is not None and self.teacher_NX is not None:
+            with torch.no_grad():
+                teacher_NV = self.teacher.logits(self.teacher_NX[place])
+        return self.objective(logits_NV, self.targets_N[place], teacher_NV)
+
+
+def teach_in_chunks(model: Any) -> Split:
+    """Let ``model(lesson=Lesson, **inputs)`` return the :class:`Sums` of that lesson; other calls stay as they are.
+
+    The loss is computed inside the call of the head, which is inside that of the model, since a sharded model has its
+    whole weights there and nowhere else.
+    """
+    split = Split(model)
+
+    def on_model(*, lesson: Lesson, **inputs: Any) -> Sums:
+        states_NX = split.features(**inputs)[lesson.keep_BT]
+        if split.whole:
+            return _lesson_sums(split, lesson, states_NX)
+        sums: Sums = split.head(states_NX, lesson=lesson)
+        return sums
+
+    if not split.whole:
+        divert(split.head, "lesson", lambda states_NX, *, lesson: _lesson_sums(split, lesson, states_NX))
+    divert(model, "lesson", on_model)
+    return split
+
+
+def _lesson_sums(split: Split, lesson: Lesson, states_NX: Tensor) -> Sums:
+    size = chunk_size(split.vocabulary, states_NX.device)
+    return Sums(*_ChunkedLoss.apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss and gradients in one go: a chunk's logits are gone before the next chunk's are made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_of: Callable[[Tensor], Tensor],
+        loss_of: Callable[[Tensor, slice], tuple[Sums, Tensor]],
+        size: int,
+        states_NX: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        grad_NX = torch.empty_like(states_NX)
+        grads: list[Tensor] = []
+        totals = torch.zeros(3, device=states_NX.device)
+        for first in range(0, len(states_NX), size):
+            place = slice(first, first + size)
+            with torch.enable_grad():
+                chunk_NX = states_NX[place].detach().requires_grad_()
+                logits_NV = logits_of(chunk_NX)
+            sums, grad_NV = loss_of(logits_NV.detach(), place)
+            found = torch.autograd.grad(logits_NV, [chunk_NX, *trained], grad_NV.to(logits_NV.dtype))
+            grad_NX[place] = found[0]
+            # float32 sums, whatever the weights are in
+            grads = [new.float() if not grads else grads[i].add_(new) for i, new in enumerate(found[1:])]
+            totals += torch.stack(sums)
+            del logits_NV, grad_NV, found
+        ctx.places = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        ctx.count = len(parameters)
+        ctx.save_for_backward(grad_NX, *grads)
+        loss, cross_entropy, divergence = totals.unbind()
+        loss, cross_entropy, divergence = loss.clone(), cross_entropy.clone(), divergence.clone()
+        ctx.mark_non_differentiable(cross_entropy, divergence)
+        return loss, cross_entropy, divergence
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NX, *grads = ctx.saved_tensors
+        given: list[Tensor | None] = [None] * ctx.count
+        for place, one in zip(ctx.places, grads, strict=True):
+            given[place] = one * grad
+        return None, None, None, grad_NX * grad.to(grad_NX.dtype), *given
+
+
+def chunk_size(vocabulary: int, device: torch.device) -> int:
+    """Positions whose float32 logits fit into what a chunk may take."""
+    granted = _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
+    return max(1, granted // (4 * vocabulary))

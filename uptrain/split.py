@@ -1,0 +1,156 @@
+"""A causal language model cut below its head, so that logits exist for a chunk of positions at a time.
+
+The logits of a vocabulary of 256,000 tokens are the largest tensors of a step by far; no more than a chunk of them
+ever stands in memory here, neither the student's nor the teacher's.
+
+Letters of shapes: B blocks, T tokens, C hidden size, N positions, V vocabulary, X = C, or V for a model run whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROUNDING = 2**-6
+"""Share of the largest logit by which two bf16 matrix products of different shape may differ."""
+
+
+class Split:
+    """Runs a model up to its head, and the head on some positions.
+
+    The head is the model's own code, soft-capping and scaling included: its ``forward`` is called with a backbone that
+    hands out hidden states computed before. That this gives the model's logits is tried on three tokens; where it does
+    not, the model is run whole, and :attr:`whole` says so.
+
+    Args:
+        model: as loaded, before anything wraps it. Its forward pass stays usable.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._forward = model.forward  # bound now: accelerate puts another one in its place
+        self.head = model.get_output_embeddings()
+        backbone = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+        able = isinstance(backbone, nn.Module) and backbone is not model and isinstance(self.head, nn.Module)
+        self._backbone: Any = backbone if able else None
+        self._name = next((name for name, module in model.named_modules() if module is self.head), "")
+        if self._backbone is not None and not (self._gives_the_logits() and self._owns_its_gradient()):
+            self._backbone = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Width of the logits."""
+        weight = self.head.weight if isinstance(self.head, nn.Module) else self._model.get_input_embeddings().weight
+        return int(weight.shape[0])
+
+    @property
+    def whole(self) -> bool:
+        """True where the model has to be run whole, with all of its logits in memory."""
+        return self._backbone is None
+
+    def features(self, **inputs: Any) -> Tensor:
+        """What :meth:`logits` takes, (B, T, X): hidden states, or logits of a model run whole."""
+        outputs = self._forward(**inputs) if self.whole else self._backbone(**inputs)
+        states: Tensor = outputs.logits if self.whole else outputs.last_hidden_state
+        return states
+
+    def logits(self, states_NX: Tensor) -> Tensor:
+        """Logits (N, V) of these positions."""
+        if self.whole:
+            return states_NX
+        from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions  # has all that heads read
+
+        outputs = MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=states_NX[None])
+        ids_1N = torch.zeros((1, len(states_NX)), dtype=torch.long, device=states_NX.device)
+        with _answering(self._backbone, lambda *_, **__: outputs), self._bare_head():
+            logits_1NV: Tensor = self._forward(input_ids=ids_1N, use_cache=False).logits
+        return logits_1NV[0]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Parameters that the head's gradient reaches; those in use now, which sharding may swap for others."""
+        return [] if self.whole else list(self.head.parameters())
+
+    def _gives_the_logits(self) -> bool:
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                device = next(self._model.parameters()).device
+                ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device)
+                whole_TV = self._forward(input_ids=ids_1T, use_cache=False).logits[0].float()
+                states_TC = self.features(input_ids=ids_1T, use_cache=False)[0]
+                parts_TV = torch.cat([self.logits(states_TC[place : place + 1]) for place in range(3)]).float()
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return False  # the model's code asks its backbone for more than hidden states
+        finally:
+            self._model.train(training)
+        apart = (parts_TV - whole_TV).abs().max()
+        return bool(apart <= _ROUNDING * whole_TV.abs().max())
+
+    def _owns_its_gradient(self) -> bool:
+        """Between hidden states and logits there are no parameters but the head's own."""
+        owned = {id(parameter) for parameter in self.head.parameters()}
+        others = [one for one in self._model.parameters() if one.requires_grad and id(one) not in owned]
+        with torch.enable_grad():
+            states_1C = torch.zeros(1, self.head.weight.shape[-1], device=self.head.weight.device, requires_grad=True)
+            logits_1V = self.logits(states_1C.to(self.head.weight.dtype))
+            found = torch.autograd.grad(logits_1V.sum(), [states_1C, *others], allow_unused=True)
+        return all(grad is None for grad in found[1:])
+
+    @contextmanager
+    def _bare_head(self) -> Iterator[None]:
+        """The head without its hooks: those of a sharded model must run once a pass, not once a chunk."""
+        parent_name, _, name = self._name.rpartition(".")
+        parent = self._model.get_submodule(parent_name)
+        parent._modules[name] = _Bare(self.head)
+        try:
+            yield
+        finally:
+            parent._modules[name] = self.head
+
+
+class _Bare(nn.Module):
+    """Calls another module's own forward, without hooks and without owning its weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_bare", module)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        module: Any = self.__dict__["_bare"]
+        return type(module).forward(module, *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_bare"], name)
+
+
+@contextmanager
+def _answering(module: Any, answer: Callable[..., Any]) -> Iterator[None]:
+    """While open, the module computes nothing and gives this answer."""
+    own = module.__dict__.get("forward")  # accelerate puts a forward of its own there
+    module.forward = answer
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def divert(module: Any, key: str, handler: Callable[..., Any]) -> None:
+    """Calls of ``module`` with the keyword ``key`` go to ``handler``, all others where they went before.
+
+    Going through the module's own call keeps whatever wraps it (DDP, FSDP, autocast, hooks) at work.
+    """
+    before = module.forward
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        return handler(*arguments, **named) if key in named else before(*arguments, **named)
+
+    module.forward = MethodType(forward, module)
