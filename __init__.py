@@ -21,6 +21,7 @@ _API = {
     "uptrain_checkpoint": ".uptrain.loop",
     "UptrainSettings": ".uptrain.settings",
     "compare": ".eval.compare",
+    "EvalSettings": ".eval.settings",
     "load_recipe": ".recipes.schema",
     "run_recipe": ".recipes.run",
     "HeadfoldError": ".errors",

@@ -29,8 +29,8 @@ PER_LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
 LOAD_AND_SAVE = """
 import sys
 from transformers import AutoModelForCausalLM
-source, out, groups, shard = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-model = AutoModelForCausalLM.from_pretrained(source)
+source, out, groups, shard, dtype = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
+model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
 config = model.config
 for layer in model.model.layers:
     for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load-rounds", type=int, default=1, help="Rounds of load-and-save, the slow one.")
+    parser.add_argument(
+        "--load-dtype", default="auto", help="auto keeps bf16 and maps the file; float32 was the default of old."
+    )
     parser.add_argument("--folder", type=Path, help="Where to work; default: the system's temporary folder.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headfold-benchmark-", dir=options.folder) as name:
@@ -57,7 +60,7 @@ def main() -> None:
         ways: dict[str, tuple[int, Sequence[str]]] = {
             "cp -r": (options.rounds, ("cp", "-r", str(source), str(out))),
             "headfold": (options.rounds, _headfold(source, out, options.groups)),
-            "load and save": (options.load_rounds, _load_and_save(source, out, options.groups, options.shard_gb)),
+            "load and save": (options.load_rounds, _load_and_save(source, out, options)),
         }
         _report(_measure(ways, source, out))
 
@@ -113,9 +116,10 @@ def _headfold(source: Path, out: Path, groups: int) -> Sequence[str]:
     return sys.executable, "-m", "headfold", *arguments
 
 
-def _load_and_save(source: Path, out: Path, groups: int, shard_gigabytes: float) -> Sequence[str]:
-    shard = f"{int(shard_gigabytes * 1000)}MB"
-    return sys.executable, "-c", LOAD_AND_SAVE, str(source), str(out), str(groups), shard
+def _load_and_save(source: Path, out: Path, options: argparse.Namespace) -> Sequence[str]:
+    shard = f"{int(options.shard_gb * 1000)}MB"
+    arguments = (str(source), str(out), str(options.groups), shard, options.load_dtype)
+    return sys.executable, "-c", LOAD_AND_SAVE, *arguments
 
 
 def _measure(

@@ -16,7 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headfold import UptrainSettings, compare, console, convert_calibrated, convert_checkpoint, plan_conversion
+from headfold import (
+    EvalSettings,
+    UptrainSettings,
+    compare,
+    console,
+    convert_calibrated,
+    convert_checkpoint,
+    plan_conversion,
+)
 from headfold import uptrain_checkpoint as uptrain
 from headfold.convert.calibrated import Calibration
 from headfold.corpus import TRAIN, open_corpus
@@ -44,6 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4_000_000, help="to pretrain on")
     parser.add_argument("--fraction", type=float, default=0.05, help="of them, to uptrain on")
     parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--calibration-tokens", type=int, default=65_536, help="that folded looks at")
     parser.add_argument("--refine", type=int, help="steps per layer after folded; default as `headfold convert` has it")
     parser.add_argument("--test-tokens", type=int, default=32_768)
     parser.add_argument("--parallel", action=argparse.BooleanOptionalAction, default=True,
@@ -66,8 +75,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             out / f"{method}-uptrained", lambda folder, start=converted, how=settings: uptrain(start, folder, how)
         )
         made += [str(converted), str(uptrained)]
-    return compare(str(source), made, data="stdlib", out=out / "report", window=CONTEXT,
-                   max_tokens=options.test_tokens, overwrite=True)  # fmt: skip
+    settings = EvalSettings(tokens=options.test_tokens, window=CONTEXT, needles=0)
+    return compare(str(source), made, out=out / "report", settings=settings, overwrite=True)
 
 
 def pretrain(folder: Path, tokens: int, *, parallel: bool) -> Path:
@@ -92,7 +101,7 @@ def convert(source: Path, folder: Path, method: str, options: argparse.Namespace
     if method == "mean":
         return convert_checkpoint(source, folder, groups=options.groups)
     plan = plan_conversion(source, groups=options.groups, method=method, grouping="similarity")
-    text = Calibration("stdlib", tokens=65_536, block=CONTEXT, refine=options.refine)
+    text = Calibration("stdlib", tokens=options.calibration_tokens, block=CONTEXT, refine=options.refine)
     return convert_calibrated(plan, folder, text)
 
 

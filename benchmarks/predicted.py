@@ -54,11 +54,10 @@ def main() -> None:
 
 
 def _fewer_heads(scratch: Path, options: argparse.Namespace) -> Path:
-    """A second model, with a grouped source: the bundled one converted to 4 KV heads and refined."""
+    """A second model, with a grouped source: the bundled one converted to 4 KV heads."""
     plan = plan_conversion(BUNDLED, groups=4, method="folded")
-    return convert_calibrated(
-        plan, scratch / "four-heads", Calibration(options.calibration, options.calibration_tokens)
-    )
+    text = Calibration(options.calibration, options.calibration_tokens, refine=0)
+    return convert_calibrated(plan, scratch / "four-heads", text)
 
 
 def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:

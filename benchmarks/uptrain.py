@@ -92,12 +92,17 @@ def write_model(folder: Path, shape: dict[str, int]) -> Path:
 
 
 def batches(options: argparse.Namespace) -> Any:
-    """The same blocks for both: (steps + 2) · batch of them."""
-    from headfold.checkpoint.load import load_tokenizer
-    from headfold.corpus import Encoder
-    from headfold.uptrain.mixture import Mixture, open_mixture
+    """The same blocks for both: (steps + 2) · batch of them, from the first modules of the standard library."""
+    from dataclasses import replace
+    from itertools import islice
 
-    stream = Mixture(open_mixture(["stdlib"]), Encoder(load_tokenizer(BUNDLED)), block=options.block, seed=0)
+    from headfold.checkpoint.load import load_tokenizer
+    from headfold.corpus import Encoder, open_corpus
+    from headfold.uptrain.mixture import Mixture, Part
+
+    corpus = open_corpus("stdlib#train")
+    few = replace(corpus, read=lambda: islice(corpus.read(), 60))
+    stream = Mixture([Part(few, 1.0)], Encoder(load_tokenizer(BUNDLED)), block=options.block, seed=0)
     return [stream.next_batch(options.batch, rank=0, processes=1) for _ in range(options.steps + 2)]
 
 

@@ -36,15 +36,11 @@ def write_card(folder: Path, results: Sequence[Sequence[str]] | None = None) -> 
     if not history:
         raise HeadfoldError(f"{folder} has no {RECORD_NAME}, so there is nothing to write a card from.")
     inherited = _inherited(folder)
-    kept = {key: inherited[key] for key in _KEPT if inherited.get(key)}
     tags = [tag for tag in inherited.get("tags") or [] if isinstance(tag, str) and tag not in _TAGS]
     base = _base_model(history) or inherited.get("base_model")
-    data = ModelCardData(
-        library_name="transformers",
-        tags=[*_TAGS, *tags],
-        **({"base_model": base} if base else {}),
-        **kept,
-    )
+    metadata: dict[str, Any] = {key: inherited[key] for key in _KEPT if inherited.get(key)}
+    metadata.update(library_name="transformers", tags=[*_TAGS, *tags], base_model=base)
+    data = ModelCardData(**metadata)
     text = _text(history, base, results, (folder / SOURCE_CARD_NAME).exists())
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD_NAME)
 
@@ -85,10 +81,10 @@ def _base_model(history: list[dict[str, Any]]) -> str | None:
 def _text(
     history: list[dict[str, Any]], base: str | None, results: Sequence[Sequence[str]] | None, has_source_card: bool
 ) -> str:
-    converted = next((entry for entry in reversed(history) if entry.get("step") == "convert"), {})
+    converted: dict[str, Any] = next((entry for entry in reversed(history) if entry.get("step") == "convert"), {})
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source checkpoint"
     lines = [
-        f"# {converted.get('model_type', 'Model')} with {converted.get('kv_heads', 'fewer')} KV heads",
+        f"# {converted.get('model_type', 'Model')}, KV heads: {converted.get('kv_heads', 'as in its source')}",
         "",
         f"Made from {source} by headfold: KV heads that several query heads share "
         "([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), so that the KV cache is smaller. It loads like any "

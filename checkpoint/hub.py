@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import UsageError
@@ -31,18 +32,27 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     if not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UsageError(f"There is no folder {folder}.", "Check the path.")
     left_out = FOREIGN_WEIGHTS if weights else (*FOREIGN_WEIGHTS, "*.safetensors")
-    folder = _download(name, revision, ignore_patterns=list(left_out))
+    folder = _download(name, revision, left_out=left_out)
     if weights and not any(folder.glob("*.safetensors")):
-        folder = _download(name, revision, allow_patterns=list(_PICKLED))
+        folder = _download(name, revision, only=_PICKLED)
     return folder
 
 
-def _download(name: str, revision: str | None, **patterns: list[str]) -> Path:
+def _download(
+    name: str, revision: str | None, *, only: Sequence[str] | None = None, left_out: Sequence[str] | None = None
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, **patterns))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=None if only is None else list(only),
+                ignore_patterns=None if left_out is None else list(left_out),
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(

@@ -15,7 +15,7 @@ def require_login(repo_id: str) -> None:
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but exported lazily
 
     try:
         validate_repo_id(repo_id)

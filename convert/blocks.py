@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.header import FLOATS
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError
-from .changes import Change, changed_parameters
+from .changes import Change, Numbers, changed_parameters
 from .heads import Rotary
 from .layouts import Stored
 from .rewritable import norms_keys, reason_against_rewriting
@@ -78,15 +79,6 @@ class Block:
         return {role for stored in self.stored for role, _ in stored.spans(self.kv_heads, self.kv_heads)}
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The two numbers of KV heads at which a class was built, and its query heads."""
-
-    query_heads: int
-    kv_heads: int
-    fewer: int
-
-
 def find_blocks(
     checkpoint: Checkpoint, many: PreTrainedModel, few: PreTrainedModel, numbers: Numbers, fused: str | None
 ) -> list[Block]:
@@ -102,7 +94,7 @@ def find_blocks(
         CheckpointError: a tensor is missing on disk or has another shape than the config says.
     """
     modules: dict[str, list[Change]] = {}
-    for change in changed_parameters(many, few, numbers.kv_heads, numbers.fewer, fused):
+    for change in changed_parameters(many, few, numbers, fused):
         modules.setdefault(change.module, []).append(change)
     for module, changes in modules.items():
         _refuse_one_sided(many, module, changes)
@@ -196,6 +188,7 @@ class _Finder:
         assert k is not None
         q, q_bias = (self._queries(module, stored, kind) for kind in ("weight", "bias"))
         head_dim, value_dim = (self._width(stored, role) for role in ("k", "v" if holders["v"] else "k"))
+        self._refuse_odd_norms(stored, head_dim)
         if head_dim not in self._rotary:
             self._rotary[head_dim] = rotary_of(self.model, self.model.get_submodule(module), head_dim)
         leaf = next((leaf for leaf in OUTPUTS if f"{module}.{leaf}.weight" in self.expected), "o_proj.linear")
@@ -222,6 +215,14 @@ class _Finder:
         )
         reason = reason_against_rewriting(self.model, block, self.tensors, self.numbers.query_heads)
         return replace(block, rewritable=reason)
+
+    def _refuse_odd_norms(self, stored: tuple[Stored, ...], head_dim: int) -> None:
+        """A norm has a weight for every row of a key head, or it is none that is known."""
+        for one in stored:
+            size = math.prod(self.tensors[one.names[0]].shape)
+            rows = head_dim * (1 if one.numbered else self.numbers.kv_heads)
+            if one.layout.startswith("k_norm") and size != rows:
+                raise UnsupportedError(f"{one.names[0]} follows the number of KV heads in a way that is not known.")
 
     def _stored(self, changes: list[Change]) -> tuple[Stored, ...]:
         """What is on disk of the changed parameters, k and v first; parts of one disk tensor become one."""

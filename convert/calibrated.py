@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from .refit import reading_modules, refine_folder
 from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
 from .statistics import SOURCE, Statistics
-from .work import LayerFit, RefineWork
+from .work import LayerFit, RefineWork, remove_work
 
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they are of."""
@@ -126,7 +125,8 @@ def convert_calibrated(
             overwrite=overwrite,
             seed=seed,
         )
-    shutil.rmtree(work, ignore_errors=True)
+    if steps and work.exists():
+        remove_work(work)
     return out
 
 

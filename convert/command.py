@@ -100,23 +100,24 @@ def convert(
     shard = None if max_shard_size is None else shard_bytes(max_shard_size)
     looks_at_text = calibration is not None or statistics is not None
     source = Checkpoint.open(checkpoint, revision=revision)
-    if not (dry_run or looks_at_text) and worth_it(source):
-        files = foresee(source, groups, method or "mean", grouping or "contiguous", shard)
-        if files is not None:
-            chosen = method or "mean"
-            convert_early(
-                source, out, files, groups=groups, method=chosen, max_shard_bytes=shard, overwrite=overwrite, seed=seed
-            )
-            _finish(out, push_to_hub, private)
-            return
+    foreseen = foresee(source, groups, method or "mean", grouping or "contiguous", shard)
+    if foreseen and worth_it(source) and not (dry_run or looks_at_text):
+        chosen = method or "mean"
+        convert_early(
+            source, out, foreseen, groups=groups, method=chosen, max_shard_bytes=shard, overwrite=overwrite, seed=seed
+        )
+        _finish(out, push_to_hub, private)
+        return
     from .plan import default_method
-    from .run import plan_conversion, run_plan
+    from .run import plan_conversion, run_plan, say_what_is_odd
 
     method, grouping = default_method(method, grouping, looks_at_text=looks_at_text)
     plan = plan_conversion(source, groups=groups, method=method, grouping=grouping)
     plan = replace(plan, max_shard_bytes=shard)
     if dry_run:
-        console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], plan.describe())
+        shards = ("weight files", str(len(source.headers)), str(len(plan.out_files())))
+        console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], [*plan.describe(), shards])
+        say_what_is_odd(plan)
         return
     if looks_at_text and not refine and not plan.rewrites_queries:
         console.warn(f"{method} looks at no text, so --calibration and --statistics change nothing.")

@@ -29,7 +29,8 @@ def lost_shares(before: Attention, after: Attention, second_moment: Tensor | Non
     gain_X = gains(old, old.v_KDE, _by_kv_head(old)).flatten()
 
     def scores(one: Extended, other: Extended) -> Tensor:
-        return gain_X * _score_product(one, other, rows)
+        product: Tensor = gain_X * _score_product(one, other, rows)
+        return product
 
     return _lost(scores, old, new), _lost(_output_product, old, new)
 
@@ -37,11 +38,12 @@ def lost_shares(before: Attention, after: Attention, second_moment: Tensor | Non
 def _lost(product: _Product, old: Extended, new: Extended) -> float:
     total = product(old, old).sum()
     lost = total - 2 * product(old, new).sum() + product(new, new).sum()
-    return (lost / total).item() if total > 0 else 0.0
+    return float(lost / total) if total > 0 else 0.0
 
 
 def _by_kv_head(layer: Extended) -> Tensor:
-    return layer.o_CHD.unflatten(1, (layer.k_KDE.shape[0], -1)).permute(1, 2, 0, 3)
+    o_KQCD: Tensor = layer.o_CHD.unflatten(1, (layer.k_KDE.shape[0], -1)).permute(1, 2, 0, 3)
+    return o_KQCD
 
 
 def _repeated(layer: Extended, heads_KDE: Tensor) -> Tensor:

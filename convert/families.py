@@ -15,7 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from .blocks import Block, Numbers, find_blocks, in_order, refuse_left_behind
+from .blocks import Block, find_blocks, in_order, refuse_left_behind
+from .changes import Numbers
+from .serving import ignored_by
 from .settings import KvSetting, kv_settings, with_kv_heads
 from .shapes import build, known_type, model_class, resolved_config
 
@@ -210,6 +212,9 @@ def _find_blocks(
 def _notes(model_type: str, blocks: tuple[Block, ...], checkpoint: Checkpoint, caches_all_heads: bool) -> Iterator[str]:
     if caches_all_heads:
         yield f"{model_type} caches every query head whatever its KV heads: this saves weights, but no KV cache"
+    ignored = ignored_by(model_type)
+    if ignored is not None:
+        yield ignored
     roles = {role for block in blocks for role in block.roles()}
     if any(full_width_norm(block, checkpoint) for block in blocks):
         yield (

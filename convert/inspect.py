@@ -17,7 +17,7 @@ from .folding import predicted_loss
 from .methods import MethodContext
 from .projections import read_attention
 from .rewrites.routes import rewritten, route_of, target_config
-from .serving import SIZES, STACKS, placement, slow_kernels
+from .serving import IGNORING, REFUSED, SIZES, STACKS, placement, slow_kernels
 from .settings import with_kv_heads
 from .shapes import build, known_type, model_class
 from .statistics import Statistics
@@ -111,6 +111,7 @@ def inspect_checkpoint(
                 groups,
                 dtype.itemsize,
                 device_counts,
+                IGNORING.get(known_type(config), ()),
             )
             for groups in reversed(setting_counts(counts.settings[0]))
         ],
@@ -165,10 +166,14 @@ def _group_row(
     groups: int,
     itemsize: int,
     device_counts: Sequence[int],
+    ignoring: Sequence[str],
 ) -> GroupRow:
     bytes_per_token = itemsize * sum(cached_heads(min(groups, one.heads)) * one.rows for one in projections)
     devices = {
-        stack.name: {size: placement(stack, query_heads, groups, size) for size in device_counts} for stack in STACKS
+        stack.name: dict.fromkeys(device_counts, REFUSED)
+        if stack.name in ignoring and groups < query_heads
+        else {size: placement(stack, query_heads, groups, size) for size in device_counts}
+        for stack in STACKS
     }
     return GroupRow(
         groups=groups,

@@ -206,12 +206,12 @@ def _read(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
     for name in list(part._parameters):
         if part._parameters[name] is not None:
             part._parameters[name] = nn.Parameter(hook.weights_map[name])
-    part.forward = part._old_forward
+    part.forward = part._old_forward  # type: ignore[assignment]
     return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
 
 
 def _forget(part: nn.Module, forward: Callable[..., Any]) -> None:
-    part.forward = forward  # type: ignore[method-assign]
+    part.forward = forward
     for name, parameter in part._parameters.items():
         if parameter is not None:
             part._parameters[name] = nn.Parameter(parameter.to("meta"))

@@ -79,6 +79,11 @@ class Plan:
         """The source as another type, where its own has no KV-head setting."""
         return self.source if isinstance(self.source, RewrittenCheckpoint) else None
 
+    @property
+    def on_disk(self) -> Checkpoint:
+        """The source as it is, not as the type that it is rewritten as."""
+        return self.rewrite.original if self.rewrite and self.rewrite.original else self.source
+
     def out_files(self) -> list[OutFile]:
         """The weight files of the result: the same names, the same tensors in the same order, none without tensors."""
         files = []
@@ -165,8 +170,7 @@ def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping
     kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
     actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
     if any(setting.heads != groups for setting in family.settings):
-        rewrites = METHODS[method].rewrites_queries or grouping != "contiguous"
-        _plan_blocks(source, family, groups, method, rewrites, actions)
+        _plan_blocks(source, family, groups, method, grouping, actions)
     return Plan(source, family, groups, method, grouping, actions, _edited_config(source, family, groups))
 
 
@@ -179,8 +183,9 @@ def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:
 
 
 def _plan_blocks(
-    source: Checkpoint, family: Family, groups: int, method: str, rewrites: bool, actions: dict[str, Action]
+    source: Checkpoint, family: Family, groups: int, method: str, grouping: str, actions: dict[str, Action]
 ) -> None:
+    rewrites = METHODS[method].rewrites_queries or grouping != "contiguous"
     for block in family.blocks:
         if block.kv_heads == groups:
             continue
@@ -188,6 +193,12 @@ def _plan_blocks(
             raise UnsupportedError(
                 f"{method} would not be exact for {family.model_type}: {block.rewritable}.",
                 "Use --method mean with contiguous groups.",
+            )
+        if grouping != "contiguous" and "k_norm" in block.roles():
+            raise UnsupportedError(
+                f"{grouping} would not be exact for {family.model_type}: its norms have weights of every head, "
+                "so heads cannot change places.",
+                "Use --grouping contiguous.",
             )
         for stored in block.stored:
             shape = source.tensors[stored.names[0]].shape

@@ -14,7 +14,7 @@ from .blocks import Block
 from .families import Family, full_width_norm
 from .grouping import similarity_order
 from .heads import Attention, Rotary, permuted
-from .methods import MethodContext, Pool, pool_random
+from .methods import MethodContext, Pool, pool_mean, pool_random
 from .norms import FRESH, merge_full_width
 
 if TYPE_CHECKING:
@@ -26,24 +26,42 @@ _SEEDED = ("k", "v", "k_bias", "v_bias", "k_conv", "v_conv", "k_taps", "v_taps")
 
 def new_tensors(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
     """The tensors of one block that change, by disk name, in the shapes of the result."""
-    if plan.rewrites_queries:
-        attention = read_attention(plan.source, plan.family, block)
-        if plan.grouping == "similarity":
-            attention = permuted(attention, similarity_order(attention, plan.groups, context))
-        return disk_tensors(plan.family, block, plan.method.apply(attention, plan.groups, context))
+    if not plan.rewrites_queries:
+        return _joined(block, _pooled(plan, block, context), plan.family.query_heads, plan.groups)
+    attention = read_attention(plan.source, plan.family, block)
+    if plan.grouping == "similarity":
+        attention = permuted(attention, similarity_order(attention, plan.groups, context))
+    merged = plan.method.apply(attention, plan.groups, context)
+    return disk_tensors(plan.family, block, merged, _merged_norms(plan, block, context))
+
+
+def _pooled(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
+    """Role → heads, those of keys and values merged by a method that treats every tensor alone."""
     heads = _read_heads(plan.source, plan.family, block)
     pool = plan.method.pool
     assert pool is not None  # a method without one rewrites queries
-    spans_all_heads = full_width_norm(block, plan.source) and pool is not pool_random
     merged = dict(heads)
     for role in heads:
         if role in FRESH and pool is pool_random:
             merged[role] = torch.full_like(heads[role][: plan.groups], FRESH[role])
         elif not role.startswith("q"):
             merged[role] = pool(heads[role], plan.groups, _seeded(context, role))
-    if spans_all_heads:
+    if full_width_norm(block, plan.source) and pool is not pool_random:
         merged |= _merge_full_width(heads, plan.groups, pool, context)
-    return _joined(block, merged, plan.family.query_heads, plan.groups)
+    return merged
+
+
+def _merged_norms(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
+    """Norms with weights of every head, beside a method that rewrites the block: their mean, as `mean` takes it.
+
+    A norm over all heads decides on its keys as well, so these come from there too.
+    """
+    if "k_norm" not in block.roles():
+        return {}
+    heads = _read_heads(plan.source, plan.family, block)
+    if full_width_norm(block, plan.source):
+        return _merge_full_width(heads, plan.groups, pool_mean, context)
+    return {role: pool_mean(heads[role], plan.groups, context) for role in heads if role in FRESH}
 
 
 def _seeded(context: MethodContext, role: str) -> MethodContext:
@@ -78,6 +96,7 @@ def read_attention(source: Checkpoint, family: Family, block: Block) -> Attentio
     if not {"q", "k", "v"} <= heads.keys() or block.o is None:
         raise UnsupportedError(f"{block.module} has no query or output projection that is known: {block.rewritable}.")
     wide = {role: _widened(tensor) for role, tensor in heads.items()}
+    shared_norms = "k_norm" not in heads
     return Attention(
         q_HDC=wide["q"],
         k_KDC=wide["k"],
@@ -88,13 +107,19 @@ def read_attention(source: Checkpoint, family: Family, block: Block) -> Attentio
         v_bias_KD=wide.get("v_bias"),
         rotary=block.rotary or Rotary("none", 0),
         keys_normed=block.keys_normed,
-        q_norm_D=None if block.q_norm is None else _widened(source.read(block.q_norm)),
-        k_norm_D=None if block.k_norm is None else _widened(source.read(block.k_norm)),
+        q_norm_D=_widened(source.read(block.q_norm)) if block.q_norm and shared_norms else None,
+        k_norm_D=_widened(source.read(block.k_norm)) if block.k_norm and shared_norms else None,
     )
 
 
-def disk_tensors(family: Family, block: Block, attention: Attention) -> dict[str, Tensor]:
-    """Every tensor of the block that holds a part of ``attention``, by disk name; the inverse of reading."""
+def disk_tensors(
+    family: Family, block: Block, attention: Attention, norms: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Every tensor of the block that holds a part of ``attention``, by disk name; the inverse of reading.
+
+    Args:
+        norms: what ``attention`` does not hold of the merged tensors, or holds otherwise, by role.
+    """
     roles = {
         "q": attention.q_HDC,
         "k": attention.k_KDC,
@@ -103,7 +128,7 @@ def disk_tensors(family: Family, block: Block, attention: Attention) -> dict[str
         "k_bias": attention.k_bias_KD,
         "v_bias": attention.v_bias_KD,
     }
-    heads = {role: tensor for role, tensor in roles.items() if tensor is not None}
+    heads = {role: tensor for role, tensor in roles.items() if tensor is not None} | dict(norms or {})
     made = _joined(block, heads, family.query_heads, attention.kv_heads)
     for role, name in (("q", block.q), ("q_bias", block.q_bias)):
         if name is not None and name not in made:

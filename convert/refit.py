@@ -57,7 +57,7 @@ def refine_folder(
     with tempfile.TemporaryDirectory(prefix="headfold-") as name:
         scratch = Path(name)
         progress = RefineWork(work or scratch / "work", _identity(original, places, text_NT, settings))
-        models = []
+        models: list[Any] = []
         for side, checkpoint in (("source", original), ("converted", places)):
             (scratch / side).mkdir()
             size = original.weight_bytes + places.weight_bytes
@@ -65,7 +65,7 @@ def refine_folder(
             models.append(model.eval())
         readers = reading_modules(blocks)
         targets = {reader: _places(models[1], reader, places) for reader in readers}
-        fits = refine_layers(*models, text_NT, settings, progress, readers=readers, device=device)
+        fits = refine_layers(models[0], models[1], text_NT, settings, progress, readers=readers, device=device)
         for reader, names in targets.items():
             for name, tensor in progress.fitted(layer_index(reader)).items():
                 _overwrite(names[name], tensor)

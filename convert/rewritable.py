@@ -19,6 +19,8 @@ _KNOWN = re.compile(
     r"([qkv]_proj|qkv_proj|Wqkv|query_key_value|c_attn|o_proj|out_proj|dense|c_proj|wo)\.(weight|bias)|[qk]_norm\.weight"
 )
 """Parameters of an attention block that a change of basis inside its heads accounts for."""
+_HEADS_NORM = re.compile(r"[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)")
+"""The same where norms have weights of every head: then only the values change their basis."""
 
 
 def reason_against_rewriting(
@@ -28,7 +30,8 @@ def reason_against_rewriting(
     config = model.config.get_text_config()
     module = model.get_submodule(block.module)
     own = {name for name, _ in module.named_parameters()}
-    unknown = [name for name in own if not _KNOWN.fullmatch(name)]
+    head_norms = "k_norm" in block.roles()
+    unknown = [name for name in own if not _KNOWN.fullmatch(name) and not (head_norms and _HEADS_NORM.fullmatch(name))]
     fused = block.q == block.k
     if block.q is None or block.o is None or (own & {"q_proj.bias"} and block.q_bias is None):
         return "its query and output projections are not recognised"
@@ -38,8 +41,6 @@ def reason_against_rewriting(
         return "its values are its keys"
     if getattr(module, "v_norm", None) is not None:
         return "it normalises its values"
-    if "k_norm" in block.roles():
-        return "its key norm has weights for every key head"
     if not fused and tensors[block.q].shape[0] != query_heads * block.head_dim:
         return f"{block.q} holds more than the queries"
     if tensors[block.o].shape[1] != query_heads * block.value_dim:
@@ -50,7 +51,7 @@ def reason_against_rewriting(
         return "it clips queries, keys and values (clip_qkv)"
     if getattr(config, "num_kv_shared_layers", None):
         return "some layers use the keys and values of others (num_kv_shared_layers)"
-    if block.keys_normed and block.k_norm is None:
+    if block.keys_normed and block.k_norm is None and not head_norms:
         return "it normalises keys in a way that is not known"
     return None
 

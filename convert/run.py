@@ -114,7 +114,7 @@ def fill_folder(
     seed: int = 0,
 ) -> None:
     """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
-    _say_what_is_odd(plan)
+    say_what_is_odd(plan)
     if writer.sharded:
         writer.write_index()
     copy_side_files(plan.source, folder)
@@ -151,7 +151,8 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
         writer.finish(advance)
 
 
-def _say_what_is_odd(plan: Plan) -> None:
+def say_what_is_odd(plan: Plan) -> None:
+    """What the user should know before anything is written."""
     for note in plan.source.notes:
         warn(f"{plan.source.folder}: {note}.")
     for note in plan.family.notes if plan.changes else ():
@@ -174,7 +175,7 @@ def _entry(plan: Plan, statistics: Statistics | None, seed: int, unused: list[st
         "step": "convert",
         "source": plan.source.spec,
         "source_folder": str(plan.source.folder.resolve()),
-        "source_digest": plan.source.digest(),
+        "source_digest": plan.on_disk.digest(),
         "model_type": plan.family.model_type,
         "query_heads": plan.family.query_heads,
         "kv_heads_before": plan.family.kv_heads,

@@ -77,6 +77,19 @@ STACKS = (
 )
 
 
+IGNORING: dict[str, tuple[str, ...]] = {"phi": ("vLLM", "SGLang", "llama.cpp")}
+"""Type → stacks whose code for it knows query heads only (phi.py of vLLM and SGLang, llama.cpp's conversion script)."""
+
+
+def ignored_by(model_type: str) -> str | None:
+    """Which stacks ignore the number of KV heads of a type, as a sentence without its full stop; None: none known."""
+    names = IGNORING.get(model_type)
+    if names is None:
+        return None
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{listed} ignore the number of KV heads of {model_type}, so with fewer they cannot run it"
+
+
 def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> str:
     """``even``, ``copied`` (each KV head on several devices) or ``refused``."""
     if not stack.splits_heads:
@@ -103,17 +116,18 @@ def slow_kernels(query_heads: int, kv_heads: int) -> list[str]:
 
 def parallel_warnings(groups: int, devices: int) -> list[str]:
     """What somebody who wants to serve ``groups`` KV heads on ``devices`` should know before converting."""
+    heads = "1 KV head" if groups == 1 else f"{groups} KV heads"
     found = []
     if devices % groups and groups % devices:
         found.append(
-            f"{groups} KV heads cannot be distributed over {devices} devices: vLLM, SGLang and TensorRT-LLM want the "
+            f"{heads} cannot be distributed over {devices} devices: vLLM, SGLang and TensorRT-LLM want the "
             "one to divide the other"
         )
     elif groups < devices:
         found.append(
-            f"{groups} KV heads on {devices} devices need replication, {devices // groups} copies of each: the cache "
+            f"{heads} on {devices} devices: this needs replication, {devices // groups} copies of each: the cache "
             f"of a device shrinks no further, and transformers refuses. Max TP without KV replication = {groups}"
         )
     if groups & (groups - 1):
-        found.append(f"{groups} KV heads are no power of two, as numbers of devices usually are")
+        found.append(f"{heads} are no power of two, as numbers of devices usually are")
     return found

@@ -55,19 +55,19 @@ def kv_settings(config: dict[str, Any], resolved: PretrainedConfig) -> tuple[int
         UnsupportedError: config.json does not show where the decoder's settings are.
     """
     if _is_switch(resolved):
-        query_heads = int(resolved.num_attention_heads)
-        return query_heads, (KvSetting((_SWITCH,), 1 if resolved.multi_query else query_heads, switch=True),)
+        all_heads = int(resolved.num_attention_heads)
+        return all_heads, (KvSetting((_SWITCH,), 1 if resolved.multi_query else all_heads, switch=True),)
     places = _PLACES.get(resolved.model_type)
     if places is not None:
         return _elsewhere(config, resolved, places)
     text = resolved.get_text_config(decoder=True)
-    query_heads = getattr(text, "num_attention_heads", None)
+    heads = getattr(text, "num_attention_heads", None)
     key = next((key for key in _KEYS if hasattr(text, key)), None)
-    if not isinstance(query_heads, int) or key is None:
+    if not isinstance(heads, int) or key is None:
         return 0, ()
     place = _place(config, resolved, text)
     names = [key, *(name for name in _FURTHER if getattr(text, name, None) is not None)]
-    return query_heads, tuple(_setting(config, text, place, name, query_heads) for name in names)
+    return heads, tuple(_setting(config, text, place, name, heads) for name in names)
 
 
 def with_kv_heads(config: dict[str, Any], settings: Iterable[KvSetting], kv_heads: int | None = None) -> dict[str, Any]:

@@ -85,17 +85,26 @@ class RefineWork:
         """Make the folder.
 
         Raises:
+            UsageError: a folder of that name holds something else.
             HeadfoldError: the file system has too little room.
         """
         require_space(self.folder, 4 * blocks * tokens * hidden * _STATES_AT_ONCE)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.exists() and not remove_work(self.folder):
+            raise UsageError(
+                f"{self.folder}, where refinement keeps its work, holds something else.",
+                "Move it away, or choose another output path.",
+            )
         self.folder.mkdir(parents=True)
         _write_json(self.folder / _IDENTITY, self.identity)
 
     def states(self, kind: str, layer: int, shape: tuple[int, int, int]) -> Tensor:
         """The mapped file of (N, T, C) states before ``layer``, made when it is not there."""
         file = self.folder / f"{kind}-{layer:04d}"
-        return torch.from_file(str(file), shared=True, size=shape[0] * shape[1] * shape[2]).view(shape)
+        count = shape[0] * shape[1] * shape[2]
+        if not file.exists() and hasattr(os, "posix_fallocate"):
+            with file.open("wb") as stream:  # a full disk is an error here, and a crash once the file is mapped
+                os.posix_fallocate(stream.fileno(), 0, 4 * count)
+        return torch.from_file(str(file), shared=True, size=count).view(shape)
 
     def finish(self, layer: int, fit: LayerFit | None = None, tensors: dict[str, Tensor] | None = None) -> None:
         """Say that ``layer`` is done, and forget the states before it.
@@ -125,8 +134,13 @@ class RefineWork:
     def _file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
-    def clear(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+def remove_work(folder: Path) -> bool:
+    """Remove the work of a refinement; False, with nothing done, where the folder holds something else."""
+    if not (folder / _IDENTITY).exists() and any(folder.iterdir()):
+        return False
+    shutil.rmtree(folder)
+    return True
 
 
 def _write_json(file: Path, content: Any) -> None:

@@ -19,6 +19,7 @@ from .footprint import DecodeTimes, spread
 from .intervals import Array, ratio_estimate
 from .needle import gains
 from .paired import PairScores
+from .perplexity import exponential
 from .results import Decoder, Measured, array, mean_estimate
 from .subjects import UPTRAINED
 from .windows import TokenDocument, make_windows
@@ -52,7 +53,7 @@ def against_source(pair: Pair, pairs: Sequence[Pair], window: int, stride: int, 
     kl = pair.scores.kl_N
     together = None if kl is None else np.concatenate(list(kl))
     return {
-        "perplexity_ratio": ratio_estimate(after - before, tokens).map(math.exp).as_dict(),
+        "perplexity_ratio": ratio_estimate(after - before, tokens).map(exponential).as_dict(),
         "kl_nats": None if kl is None else ratio_estimate(_sums(kl), tokens).as_dict(),
         "kl_percentiles": None if together is None else _percentiles(together),
         "kl_histogram": None if together is None else _histogram(together),
@@ -138,12 +139,17 @@ def _worst_documents(pair: Pair) -> list[dict[str, Any]]:
                 {
                     "name": document.name,
                     "tokens": document.scored,
-                    "source_perplexity": before.perplexity,
-                    "perplexity": after.perplexity,
-                    "ratio": after.perplexity / before.perplexity,
+                    "source_perplexity": _finite(before.perplexity),
+                    "perplexity": _finite(after.perplexity),
+                    "ratio": _finite(exponential((after.nll_nats - before.nll_nats) / document.scored)),
                 }
             )
-    return sorted(rows, key=lambda row: -float(row["ratio"]))[:_WORST]
+    return sorted(rows, key=lambda row: -float(row["ratio"] or math.inf))[:_WORST]
+
+
+def _finite(value: float) -> float | None:
+    """A number that JSON can hold."""
+    return value if math.isfinite(value) else None
 
 
 def _worst_tokens(scores: PairScores, decode: Decoder) -> list[dict[str, Any]]:

@@ -35,6 +35,5 @@ def _rows(results: dict[str, Any], place: int) -> list[list[str]]:
     text = f"{made['tokens']:,} tokens of {made['corpus']}, window {made['window']}"
     rows = [[text, results["models"][0]["name"], results["models"][place]["name"]]]
     for row in table_rows(results):
-        pair = [f"{cell.main} {cell.detail}".strip() for cell in (row.cells[0], row.cells[place])]
-        rows.append([f"{row.label} ({row.note})", *pair])
+        rows.append([f"{row.label} ({row.note})", row.cells[0].line, row.cells[place].line])
     return rows

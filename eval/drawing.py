@@ -68,7 +68,9 @@ def name_axes(figure: Figure, axes: Axes, across: str, up: str) -> None:
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(color=LINE)
-    figure.legend(loc="outside upper left", frameon=False, labelcolor=INK, handlelength=2.2)
+    names = axes.get_legend_handles_labels()[1]
+    columns = 2 if len(names) > 4 and max(map(len, names)) < 20 else 1
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=INK, handlelength=3, ncols=columns)
 
 
 def new_figure(height_inches: float) -> tuple[Figure, Axes]:
@@ -88,6 +90,13 @@ def new_figure(height_inches: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _steps(span: float) -> tuple[int, ...]:
+    """Ticks of a decade: the wider the axis, the fewer, so that their labels do not run into each other."""
+    if span > 1000:
+        return (1,)
+    return (1, 3) if span > 30 else (1, 2, 5)
+
+
 def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     """Logarithmic where the models lie far apart, with plain numbers on the ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -96,7 +105,7 @@ def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if high > 3 * low:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(base=10, subs=_steps(high / low)))
         axis.set_minor_formatter(NullFormatter())
         pad = (high / low) ** 0.15
         limits = low / pad, high * pad

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+def exponential(nats: float) -> float:
+    """exp, infinite where it is beyond any float: a broken model may be that far off."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
 @dataclass(frozen=True)
 class Perplexity:
     """Summed scores of some text.
@@ -41,7 +49,7 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp of the mean nats per token, weighted by tokens, never a mean of means."""
-        return math.exp(self.nll_nats / self.tokens)
+        return exponential(self.nll_nats / self.tokens)
 
     @property
     def bits_per_byte(self) -> float:

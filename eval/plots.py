@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .drawing import (
@@ -19,10 +18,13 @@ from .drawing import (
     styles,
     svg_of,
 )
+from .perplexity import exponential
 from .tradeoff import SweepRow, tradeoff_plot
 from .wording import number
 
 Result = dict[str, Any]
+_MOST_NATS = 20.0
+"""Differences beyond this are drawn as this: a model so broken is off every scale."""
 
 
 def report_plots(results: Result) -> list[Plot]:
@@ -37,7 +39,9 @@ def perplexity_plot(results: Result) -> Plot:
     for place, (model, style) in enumerate(zip(models, styles(models), strict=True)):
         estimate = model["perplexity"]
         value = estimate["value"]
-        if estimate["low"] is not None:
+        if value is None:
+            continue  # beyond any number
+        if estimate["low"] is not None and estimate["high"] is not None:
             ends = [estimate["low"], estimate["high"]]
             axes.plot(ends, [place, place], color=style["color"], linewidth=2, solid_capstyle="butt")
         axes.plot([value], [place], marker=style["marker"], color=style["color"], markersize=7)
@@ -79,6 +83,8 @@ def recovery_plot(results: Result) -> Plot | None:
             )
         else:
             value = model["perplexity"]["value"]
+            if value is None:
+                continue
             label = label_of(f"{model['name']}, {number(value)}")
             axes.axhline(value, color=style["color"], linestyle=DASHED, linewidth=1.5, label=label)
             values.append(value)
@@ -100,16 +106,18 @@ def context_plot(results: Result) -> Plot | None:
     if len(models) < 2 or len(models[1]["against_source"]["by_context"]) < 3:
         return None
     figure, axes = new_figure(3.6)
-    spoken = []
+    spoken, values = [], [1.0]
     for model, style in list(zip(models, styles(models), strict=True))[1:]:
         bins = model["against_source"]["by_context"]
-        ratios = [math.exp(found["nats"] - found["source_nats"]) for found in bins]
+        ratios = [exponential(min(found["nats"] - found["source_nats"], _MOST_NATS)) for found in bins]
         axes.plot([found["from"] for found in bins], ratios, label=label_of(model["name"]), **style)
+        values += ratios
         spoken.append(f"{model['name']} {ratios[0]:.2f} with little context, {ratios[-1]:.2f} with the most")
     axes.axhline(
         1, color=styles(models)[0]["color"], linestyle=DASHED, linewidth=1.5, label=label_of(models[0]["name"])
     )
     plain_ticks(axes, "x", [found["from"] for found in models[1]["against_source"]["by_context"]], count)
+    perplexity_scale(axes, "y", values)
     name_axes(figure, axes, "tokens of context, from", "perplexity ÷ source")
     return Plot(
         "Does long context suffer more?",
@@ -166,7 +174,7 @@ def kl_plot(results: Result) -> Plot | None:
         spoken.append(
             f"{model['name']} has a median of {number(middle['50'])} and a 99th percentile of {number(middle['99'])}"
         )
-    axes.set_xscale("log")
+    axes.set_xscale("log", subs=[])  # no ticks but these
     axes.set_xticks([1e-6, 1e-4, 1e-2, 1], ["10⁻⁶", "10⁻⁴", "10⁻²", "1"])
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:g} %")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ def print_report(results: Result) -> None:
 def final_loss(results: Result) -> float:
     """Relative growth of perplexity over the source of the last model named, the one of the verdict, e.g. 0.03."""
     last = results["models"][-1]
-    return float(last["against_source"]["perplexity_ratio"]["value"]) - 1 if "against_source" in last else 0.0
+    if "against_source" not in last:
+        return 0.0
+    ratio = last["against_source"]["perplexity_ratio"]["value"]
+    return math.inf if ratio is None else float(ratio) - 1
 
 
 def markdown(results: Result) -> str:
@@ -93,7 +97,7 @@ def markdown(results: Result) -> str:
         f"|:--|{'--:|' * len(names)}",
     ]
     for row in rows.table_rows(results):
-        cells = " | ".join(_escaped(f"{cell.main} {cell.detail}".strip()) for cell in row.cells)
+        cells = " | ".join(_escaped(cell.line) for cell in row.cells)
         lines.append(f"| {row.label} ({row.note}) | {cells} |")
     lines.append("")
     lines += [f"- {word}: {value}" for word, value in wording.protocol(results)]

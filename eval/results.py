@@ -33,7 +33,7 @@ from .harness import Answered
 from .intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
 from .memory import CacheSize
 from .needle import Retrieved, gains
-from .perplexity import Scores
+from .perplexity import Scores, exponential
 from .recovery import read_recovery
 from .subjects import Subject
 from .windows import TokenText
@@ -137,7 +137,7 @@ def _model_row(measured: Measured) -> dict[str, Any]:
         "weight_bytes": subject.checkpoint.weight_bytes,
         "query_heads": getattr(text_config, "num_attention_heads", None),
         "kv_heads": sorted(set(measured.cache.kv_heads)),
-        "perplexity": ratio_estimate(nats, tokens).map(math.exp).as_dict(),
+        "perplexity": ratio_estimate(nats, tokens).map(exponential).as_dict(),
         "bits_per_byte": _bits_per_byte(nats, array(part.utf8_bytes for part in parts)).as_dict(),
         "nll_nats": nats.tolist(),
         "cache_bytes_per_token": measured.cache.bytes_per_token,

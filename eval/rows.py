@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..console import human_bytes
+from .drawing import count
 from .wording import Cell, Row, change, interval_or_dash, number, percent, signed, times, whole_percent, with_interval
 
 Result = dict[str, Any]
@@ -95,9 +96,9 @@ def _capacity_rows(models: Sequence[Result]) -> list[Row]:
         fits = model["capacity"]
         if fits is None or fits["memory_bytes"] != asked["memory_bytes"]:
             return Cell("–")
-        batches = ", ".join(f"{row['batch']:,} × {row['context']:,}" for row in fits["batches"])
-        tokens = "no limit" if fits["tokens"] is None else f"{fits['tokens']:,} tokens"
-        return Cell(tokens, f"or batches of {batches}")
+        tokens = "no limit" if fits["tokens"] is None else f"{count(fits['tokens'])} tokens"
+        longest = fits["batches"][-1]
+        return Cell(tokens, f"{longest['batch']:,} sequences of {longest['context']:,}")
 
     return [
         _row(f"Fits into {asked['memory_bytes'] / 1e9:,.3g} GB", "of cache beside the weights, as stored", models, cell)
@@ -106,14 +107,6 @@ def _capacity_rows(models: Sequence[Result]) -> list[Row]:
 
 def _heads(model: Result) -> str:
     return f"{model['query_heads'] or '?'} / {', '.join(map(str, model['kv_heads']))}"
-
-
-def _count(parameters: int) -> str:
-    """4,200,000 → '4.20 M'."""
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if parameters >= limit:
-            return f"{parameters / limit:.2f} {unit}"
-    return str(parameters)
 
 
 def _cache(model: Result) -> Cell:
@@ -159,7 +152,7 @@ def grid(results: Result) -> list[tuple[str, str, list[list[str]]]]:
     models = results["models"]
     points = sorted({(row["context"], row["batch"]) for model in models for row in model["decode"]})
     return [
-        (f"{context:,}", f"{batch:,}", [_grid_cell(model, context, batch) for model in models])
+        (f"{context:,} tokens", f"batch {batch:,}", [_grid_cell(model, context, batch) for model in models])
         for context, batch in points
     ]
 
@@ -169,10 +162,9 @@ def _grid_cell(model: Result, context: int, batch: int) -> list[str]:
     if found is None:
         return ["–"]
     speed, first = speed_cell(model, context, batch), found["first_token_seconds"]
-    spread = f"{1000 * first['min']:,.0f} to {1000 * first['max']:,.0f}"
-    wait = f"first token {1000 * first['median']:,.0f} ms ({spread})"
+    wait = f"first token {1000 * first['median']:,.0f} ms"
     return [f"{speed.main} tokens/s", speed.detail, wait, f"peak {human_bytes(found['peak_bytes'])}"]
 
 
 def _parameters(model: Result) -> Cell:
-    return Cell(_count(model["parameters"]), human_bytes(model["weight_bytes"]))
+    return Cell(count(model["parameters"]), human_bytes(model["weight_bytes"]))

@@ -21,7 +21,7 @@ from .drawing import (
     svg_of,
 )
 from .page import render
-from .wording import number
+from .wording import change, number
 
 RESULTS_NAME, PAGE_NAME = "sweep.json", "sweep.html"
 _MARKERS = "osD^vP*X"
@@ -56,7 +56,7 @@ def table_rows(rows: Sequence[SweepRow]) -> list[list[str]]:
     cells = []
     for row in sorted(rows, key=lambda row: (-row.groups, row.method != "source", row.perplexity)):
         interval = "" if row.low is None or row.high is None else f"[{number(row.low)}, {number(row.high)}]"
-        change = "–" if row is source else f"{100 * (row.perplexity / source.perplexity - 1):+,.1f} %"
+        against = "–" if row is source else change(row.perplexity / source.perplexity)
         cells.append(
             [
                 row.method,
@@ -64,7 +64,7 @@ def table_rows(rows: Sequence[SweepRow]) -> list[list[str]]:
                 f"{row.cache_bytes_per_token:,.0f}",
                 number(row.perplexity),
                 interval,
-                change,
+                against,
                 "–" if row is source else f"{row.seconds:.1f}",
             ]
         )
@@ -90,7 +90,7 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
 
 def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
     """Perplexity against KV-cache bytes, a curve per method, both axes logarithmic."""
-    figure, axes = new_figure(3.9)
+    figure, axes = new_figure(4.4)
     source = next(row for row in rows if row.method == "source")
     values = [row.perplexity for row in rows]
     axes.axhline(source.perplexity, color=MUTED, linestyle=DASHED, linewidth=1.5, label="source")

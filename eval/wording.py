@@ -19,6 +19,12 @@ class Cell:
     main: str
     detail: str = ""
 
+    @property
+    def line(self) -> str:
+        """Both on one line: '28.71 [25.84, 31.58]', '2.00 KiB, 4.00× smaller'."""
+        joint = " " if not self.detail or self.detail.startswith(("[", "(")) else ", "
+        return f"{self.main}{joint}{self.detail}".strip()
+
 
 @dataclass(frozen=True)
 class Row:

@@ -79,7 +79,7 @@ def pretrain(out: Path, settings: UptrainSettings = SETTINGS) -> Path:
     """Tokenizer, random weights, training; resumes when it was interrupted."""
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch)
-        write_blank(blank, open_corpus(settings.data, TRAIN))
+        write_blank(blank, open_corpus(settings.corpora[0], TRAIN))
         return uptrain_checkpoint(blank, out, settings, from_scratch=True, overwrite=True)
 
 

@@ -33,13 +33,7 @@ def plan_budget(settings: UptrainSettings) -> Budget:
     Raises:
         UsageError: no budget, more than one, or a fraction without the number of pretraining tokens.
     """
-    given = [name for name in ("fraction", "tokens", "steps") if getattr(settings, name) is not None]
-    if len(given) != 1:
-        found = "none was given" if not given else f"{' and '.join(given)} were given"
-        raise UsageError(
-            f"A run needs exactly one budget, and {found}.",
-            "Give --fraction 0.05 with --pretraining-tokens N, or --tokens N, or --steps N.",
-        )
+    refuse_other_than_one(settings)
     per_step = settings.batch * settings.block
     if settings.steps is not None:
         return Budget(settings.steps, per_step)
@@ -53,3 +47,18 @@ def plan_budget(settings: UptrainSettings) -> Budget:
         tokens = round(settings.fraction * settings.pretraining_tokens)
     assert tokens is not None
     return Budget(max(1, math.ceil(tokens / per_step)), per_step)
+
+
+def refuse_other_than_one(settings: UptrainSettings) -> None:
+    """Whatever is trained: its budget is given in one way.
+
+    Raises:
+        UsageError: it is given in none, or in several.
+    """
+    given = [name for name in ("fraction", "tokens", "steps") if getattr(settings, name) is not None]
+    if len(given) != 1:
+        found = "none was given" if not given else f"{' and '.join(given)} were given"
+        raise UsageError(
+            f"A run needs exactly one budget, and {found}.",
+            "Give --fraction 0.05 with --pretraining-tokens N, or --tokens N, or --steps N.",
+        )

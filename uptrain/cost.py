@@ -42,14 +42,15 @@ class Shape:
         config = model.config.get_text_config()
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is not None and head.weight is embedding.weight
-        hidden = config.hidden_size
+        hidden = embedding.weight.shape[-1]
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
         return cls(
             sum(one.numel() for one in model.parameters()),
             sum(one.numel() for one in model.parameters() if one.requires_grad),
             0 if tied else embedding.weight.numel(),
             config.num_hidden_layers,
             hidden,
-            getattr(config, "intermediate_size", None) or 4 * hidden,
+            max(inner) if isinstance(inner, list | tuple) else inner,
             embedding.weight.shape[0],
         )
 

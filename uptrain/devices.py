@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -43,7 +44,8 @@ def make_accelerator(settings: UptrainSettings, trackers: list[str], logs: Path)
     cpu = settings.device == "cpu" or not torch.accelerator.is_available()
     bf16 = settings.precision == "bf16" or (settings.precision == "auto" and _has_fast_bf16(cpu))
     precision = "bf16" if bf16 else "no"
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, log_with=trackers or None, project_dir=logs)
+    log_with: list[Any] | None = list(trackers) or None  # an empty list would earn a warning
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, log_with=log_with, project_dir=logs)
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1:
         _settle_sharding(accelerator)
     return accelerator

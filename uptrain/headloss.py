@@ -70,7 +70,8 @@ def teach_in_chunks(model: Any) -> Split:
 
 def _lesson_sums(split: Split, lesson: Lesson, states_NX: Tensor) -> Sums:
     size = chunk_size(split.vocabulary, states_NX.device)
-    return Sums(*_ChunkedLoss.apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
+    apply: Any = _ChunkedLoss.apply
+    return Sums(*apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
 
 
 class _ChunkedLoss(torch.autograd.Function):

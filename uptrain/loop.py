@@ -17,8 +17,8 @@ from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
 from ..corpus import Encoder
-from ..errors import Interrupted, UsageError
-from .budget import Budget, plan_budget
+from ..errors import Interrupted, UnsupportedError, UsageError
+from .budget import Budget, plan_budget, refuse_other_than_one
 from .cost import flops_per_token
 from .devices import make_accelerator, peak_flops
 from .finish import whole_weights, write_trained
@@ -102,6 +102,7 @@ def open_run(
     trust_remote_code: bool = False,
 ) -> Run:
     """Everything that a run needs, opened and checked; nothing is written."""
+    refuse_other_than_one(settings)
     source = Checkpoint.open(checkpoint, weights=not from_scratch)
     refuse_overlap(source.folder, out)
     settings = resolve_pretraining(settings, checkpoint, source)
@@ -318,7 +319,11 @@ def _refuse_long_blocks(block: int, config: Any) -> None:
 def _speed_up(model: Any, settings: UptrainSettings) -> None:
     """Options that change speed and memory, not what is learnt."""
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if not model.supports_gradient_checkpointing:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot compute its activations again.", "Leave --gradient-checkpointing out."
+            )
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if settings.compile:
         # layer by layer: they share one graph, and the head is called from outside
         kinds = set(getattr(model, "_no_split_modules", None) or [])

@@ -34,19 +34,19 @@ class Split:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._forward = model.forward  # bound now: accelerate puts another one in its place
-        self.head = model.get_output_embeddings()
+        self.head: Any = model.get_output_embeddings()
         backbone = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
         able = isinstance(backbone, nn.Module) and backbone is not model and isinstance(self.head, nn.Module)
         self._backbone: Any = backbone if able else None
         self._name = next((name for name, module in model.named_modules() if module is self.head), "")
-        if self._backbone is not None and not (self._gives_the_logits() and self._owns_its_gradient()):
+        if self._backbone is not None and not self._can_be_cut():
             self._backbone = None
 
     @property
     def vocabulary(self) -> int:
         """Width of the logits."""
-        weight = self.head.weight if isinstance(self.head, nn.Module) else self._model.get_input_embeddings().weight
-        return int(weight.shape[0])
+        head = self._model.get_input_embeddings() if self.head is None else self.head
+        return int(head.weight.shape[0])
 
     @property
     def whole(self) -> bool:
@@ -75,31 +75,34 @@ class Split:
         """Parameters that the head's gradient reaches; those in use now, which sharding may swap for others."""
         return [] if self.whole else list(self.head.parameters())
 
-    def _gives_the_logits(self) -> bool:
+    def _can_be_cut(self) -> bool:
         training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad():
-                device = next(self._model.parameters()).device
-                ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device)
-                whole_TV = self._forward(input_ids=ids_1T, use_cache=False).logits[0].float()
-                states_TC = self.features(input_ids=ids_1T, use_cache=False)[0]
-                parts_TV = torch.cat([self.logits(states_TC[place : place + 1]) for place in range(3)]).float()
-        except (AttributeError, IndexError, KeyError, TypeError):
-            return False  # the model's code asks its backbone for more than hidden states
+            return self._gives_the_logits() and self._owns_its_gradient()
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
+            return False  # the model's code asks its backbone for more than hidden states, or its head for less
         finally:
             self._model.train(training)
+
+    @torch.no_grad()
+    def _gives_the_logits(self) -> bool:
+        device = next(self._model.parameters()).device
+        ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device)
+        whole_TV = self._forward(input_ids=ids_1T, use_cache=False).logits[0].float()
+        states_TC = self.features(input_ids=ids_1T, use_cache=False)[0]
+        parts_TV = torch.cat([self.logits(states_TC[place : place + 1]) for place in range(3)]).float()
         apart = (parts_TV - whole_TV).abs().max()
         return bool(apart <= _ROUNDING * whole_TV.abs().max())
 
+    @torch.enable_grad()
     def _owns_its_gradient(self) -> bool:
         """Between hidden states and logits there are no parameters but the head's own."""
         owned = {id(parameter) for parameter in self.head.parameters()}
         others = [one for one in self._model.parameters() if one.requires_grad and id(one) not in owned]
-        with torch.enable_grad():
-            states_1C = torch.zeros(1, self.head.weight.shape[-1], device=self.head.weight.device, requires_grad=True)
-            logits_1V = self.logits(states_1C.to(self.head.weight.dtype))
-            found = torch.autograd.grad(logits_1V.sum(), [states_1C, *others], allow_unused=True)
+        weight = self.head.weight
+        states_1C = torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+        found = torch.autograd.grad(self.logits(states_1C).sum(), [states_1C, *others], allow_unused=True)
         return all(grad is None for grad in found[1:])
 
     @contextmanager

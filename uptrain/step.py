@@ -80,10 +80,10 @@ class Stepper:
                 # DDP and FSDP average gradients over processes; the division by all targets counted them already
                 self._accelerator.backward(sums.loss * (self._accelerator.num_processes / max(1, targets)))
             totals += torch.stack([one.detach() for one in sums])
-        means = self._accelerator.reduce(totals, "sum") / max(1, targets)
+        means: Tensor = self._accelerator.reduce(totals, "sum") / max(1, targets)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
-        loss, cross_entropy, divergence, gradient_norm = [*means.tolist(), float(_whole(norm))]
-        result = StepResult(loss, cross_entropy, divergence, gradient_norm)
+        loss, cross_entropy, divergence = (float(mean) for mean in means.cpu())
+        result = StepResult(loss, cross_entropy, divergence, float(_whole(norm)))
         self._refuse_what_is_no_number(step, result)
         set_learning_rate(self._optimizer, self.learning_rate(step))
         self._optimizer.step()
@@ -135,10 +135,12 @@ class SpikeGuard:
     """Watches the loss for a rise that does not pass.
 
     Args:
-        factor: how many times above the median of the last losses counts as a spike; 0 watches nothing.
+        factor: how many times the median of the last losses counts as a spike, where it is also a nat more: a small
+            divergence may well triple while the learning rate rises. 0 watches nothing.
     """
 
     WINDOW, ENOUGH, PATIENCE = 50, 20, 3  # losses to compare with, the fewest of them, and spikes in a row to stop at
+    RISE_NATS = 1.0
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -156,8 +158,8 @@ class SpikeGuard:
         Raises:
             TrainingError: it is the third spike in a row.
         """
-        usual = median(self._calm) if len(self._calm) >= self.ENOUGH else None
-        if not self._factor or usual is None or loss <= self._factor * usual:
+        usual = median(self._calm) if self._factor and len(self._calm) >= self.ENOUGH else None
+        if usual is None or loss <= max(self._factor * usual, usual + self.RISE_NATS):
             self._calm = [*self._calm, loss][-self.WINDOW :]
             self._spikes = 0
             return

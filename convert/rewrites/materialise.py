@@ -18,6 +18,7 @@ from ...checkpoint.weights import safetensors_name
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files, require_space
 from ...console import info, progress, warn
 from ...errors import CheckpointError
+from ..serving import ignored_by
 from ..verify import verify
 from .checkpoint import RewrittenCheckpoint
 
@@ -99,7 +100,7 @@ def say_route(checkpoint: RewrittenCheckpoint) -> None:
         f"{checkpoint.model_type} ({checkpoint.class_name}), which computes the same."
     )
     info(checkpoint.runs)
-    if checkpoint.fails:
+    if checkpoint.fails and ignored_by(checkpoint.model_type) is None:  # else the family's notes say it
         warn(checkpoint.fails)
 
 

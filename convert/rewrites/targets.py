@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..serving import ignored_by
 from .decoder import Decoder, Layer, Linear, Norm, Settings, without_norms
 from .lazy import Lazy, combined, wide
 
@@ -193,7 +194,7 @@ PHI = Target(
     config=_phi_config,
     tensors=_phi_tensors,
     runs="It runs in transformers 4.57 and later.",
-    fails="vLLM, SGLang and llama.cpp ignore the number of KV heads of phi, so with fewer they cannot run it.",
+    fails=f"{ignored_by('phi')}.",
 )
 NEMOTRON = Target(
     "nemotron",

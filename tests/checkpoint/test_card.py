@@ -33,7 +33,7 @@ def test_a_conversion_brings_a_card_and_keeps_that_of_the_source(tmp_path: Path)
         assert data.tags == ["headfold", "grouped-query-attention", "code"]
         assert data.base_model is None  # a local folder is no name on the hub
     text = (out / "README.md").read_text()
-    assert "llama with 1 KV heads" in text
+    assert "# llama, KV heads: 1" in text
     assert text.count("### Convert") == 2
     assert "| method | first |" in text
     assert "README.source.md" in text

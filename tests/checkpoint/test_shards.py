@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headfold import cli
 from headfold.checkpoint.shards import resharded, shard_bytes
 from headfold.checkpoint.write import OutFile, OutTensor
 from headfold.convert.run import convert_checkpoint
@@ -56,3 +57,23 @@ def test_a_conversion_in_shards_of_a_wanted_size(before: str, size: str, files: 
         assert all(file.stat().st_size < 90_000 for file in shards)
     loaded, expected = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (out, plain))
     assert torch.equal(logits_of(loaded), logits_of(expected))
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_the_option_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama", 4, 4).save_pretrained(tmp_path / "m")
+    command = ("convert", str(tmp_path / "m"), "--groups", "2", "-o", str(tmp_path / "out"), "--max-shard-size")
+    assert _run(*command, "much") == 2
+    assert "no size of a shard" in capfd.readouterr().err
+    assert _run(*command, "60KB", "--dry-run") == 0
+    row = next(line for line in capfd.readouterr().out.splitlines() if "weight files" in line)
+    assert not (tmp_path / "out").exists()
+    assert _run(*command, "60KB") == 0
+    made = len(list((tmp_path / "out").glob("*.safetensors")))
+    assert made > 1
+    assert str(made) in row

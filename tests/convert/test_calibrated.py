@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibrated import Calibration, convert_calibrated
@@ -137,3 +138,16 @@ def test_as_many_groups_as_heads_changes_nothing(plan, tiny_checkpoint, text_fil
     out = convert_calibrated(plan(groups=2), tmp_path / "out", text(text_file, refine=3))
     source, result = Checkpoint.open(tiny_checkpoint), Checkpoint.open(out)
     assert all(torch.equal(source.read(name), result.read(name)) for name in source.tensors)
+
+
+def test_rescale_is_an_option_of_aligned(tiny_checkpoint, tmp_path, capfd):
+    for method, code in (("aligned", 0), ("folded", 2)):
+        arguments = ["convert", str(tiny_checkpoint), "--groups", "1", "--method", method, "--rescale"]
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*arguments, "-o", str(tmp_path / method)])
+        assert (ended.value.code or 0) == code
+    assert "--rescale belongs to --method aligned" in capfd.readouterr().err.replace("\n", " ")
+    entry = last_entry(tmp_path / "aligned", "convert")
+    assert entry is not None
+    assert entry["method"] == "aligned+rescale"
+    assert not (tmp_path / "folded").exists()

@@ -130,8 +130,9 @@ def test_gq042_falcon_of_the_old_layouts(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(UsageError, match="1 KV heads"):
         convert_checkpoint(tmp_path / "mqa", tmp_path / "out", groups=2)
-    with pytest.raises(UsageError, match="4 KV heads cannot be merged into 2 groups"):
+    with pytest.raises(UsageError, match="4 KV heads") as problem:
         convert_checkpoint(tmp_path / "mha", tmp_path / "out", groups=2)
+    assert "only 1 or 4" in str(problem.value.hint)
     assert not (tmp_path / "out").exists()
 
 
@@ -251,16 +252,40 @@ def test_random_heads_get_fresh_norms(model_type: str, over: dict[str, Any], tmp
     assert made["model.layers.0.self_attn.k_norm.weight"].eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "over"),
-    [("cohere", {"use_qk_norm": True}), ("stablelm", {"qk_layernorm": True}), ("olmo2", {}), ("dbrx", {})],
-)
-def test_block_methods_refuse_norms_of_every_head_and_clipping(
+HEAD_NORMS = [("cohere", {"use_qk_norm": True}), ("stablelm", {"qk_layernorm": True}), ("olmo2", {})]
+
+
+@pytest.mark.parametrize(("model_type", "over"), HEAD_NORMS)
+def test_values_are_folded_beside_norms_of_every_head(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+    """Equal heads, each with its values in a basis of its own: `folded` sees through that, `mean` does not."""
+    small = tiny_model(model_type, 4, 2, **over)
+    wide = repeat_kv_heads(small, 4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in wide.model.layers:
+            attention = layer.self_attn
+            for head in range(4):
+                rows = slice(16 * head, 16 * head + 16)
+                mix = torch.linalg.qr(torch.randn(16, 16, generator=generator))[0] * (1 + 0.5 * head)
+                attention.v_proj.weight[rows] = mix @ attention.v_proj.weight[rows]
+                attention.o_proj.weight[:, rows] = attention.o_proj.weight[:, rows] @ torch.linalg.inv(mix)
+    wide.save_pretrained(tmp_path / "source")
+    errors = {}
+    for method in ("folded", "mean"):
+        out = convert_checkpoint(tmp_path / "source", tmp_path / method, groups=2, method=method)
+        made, wanted = logits_of(type(small).from_pretrained(out).eval()), logits_of(small)
+        errors[method] = float((made - wanted).abs().max() / wanted.abs().max())
+    assert errors["folded"] < 1e-3
+    assert errors["mean"] > 1e-2
+
+
+@pytest.mark.parametrize(("model_type", "over"), [*HEAD_NORMS, ("dbrx", {})])
+def test_similarity_refuses_norms_of_every_head_and_clipping(
     model_type: str, over: dict[str, Any], tmp_path: Path
 ) -> None:
     tiny_model(model_type, 4, 4, **over).save_pretrained(tmp_path / "source")
     with pytest.raises(UnsupportedError, match="would not be exact"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, method="folded")
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, grouping="similarity")
 
 
 def test_gq058_gemma4_layers_whose_values_are_their_keys(tmp_path: Path) -> None:
@@ -302,7 +327,7 @@ def test_two_kinds_of_layers_with_numbers_of_their_own(tmp_path: Path) -> None:
 
 
 def test_gq053_a_norm_with_weight_and_bias_of_every_head(tmp_path: Path) -> None:
-    small = tiny_model("chameleon", 4, 2, vq_config=CHAMELEON_IMAGES)
+    small = tiny_model("chameleon", 4, 2, vq_config=CHAMELEON_IMAGES, vocabulary_map={"<image>": 10, "IMGIMGAZ": 11})
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)
     norms = {name: tensor.shape for name, tensor in _tensors(out).items() if ".k_norm." in name}

@@ -1,7 +1,8 @@
-"""Repeat the KV heads of a random GQA model, convert back: weights bit-equal, logits equal. test_native.py: all types."""
+"""Repeat the heads of a random GQA model, convert back: weights bit-equal, logits equal (all types: test_native.py)."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,23 @@ from headfold.checkpoint.source import Checkpoint
 from headfold.convert.run import convert_checkpoint
 from safetensors.torch import load_file
 from tiny import kv_heads_of, logits_of, repeat_kv_heads, tiny_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.5] * 8,
+    "original_max_position_embeddings": 8,
+}
 
 
 def _convert_back(small: Any, kv_heads: int, folder: Path, *, tile: bool = False, groups: int | None = None) -> Path:
@@ -130,6 +148,8 @@ def _bytes(checkpoint: Checkpoint, name: str) -> bytes:
         ("phi", {"partial_rotary_factor": 0.5}),
         ("stablelm", {"partial_rotary_factor": 0.25}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}),
     ],
 )
 def test_gq054_rotary_settings_survive(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
@@ -138,6 +158,8 @@ def test_gq054_rotary_settings_survive(model_type: str, over: dict[str, Any], tm
     _check_exact(small, out)
     made = type(small).from_pretrained(out).eval()
     assert torch.equal(logits_of(made, tokens=32), logits_of(small, tokens=32))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (out.parent / "source", out))
+    assert {key for key in after if after[key] != before[key]} == {"num_key_value_heads"}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])

@@ -74,9 +74,13 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
     killing, before = False, len(fitted)
     assert refined("out", tmp_path / "work") == expected
     assert len(fitted) - before == 3 - layer
-    assert refined("out", tmp_path / "work") == expected  # all layers are there: nothing is fitted again
-    assert len(fitted) - before == 3 - layer
-    assert refined("other", settings=RefineSettings(steps=4, batch_tokens=32, seed=1)) != expected
+
+
+def test_what_is_finished_is_not_fitted_again_and_the_seed_matters(refined, tmp_path, monkeypatch) -> None:
+    expected = refined("out", tmp_path / "work")
+    assert refined("other", settings=RefineSettings(steps=4, batch_tokens=32, seed=1)) != expected, "the control"
+    monkeypatch.setattr(refine, "fit", None)
+    assert refined("out", tmp_path / "work") == expected
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,14 @@ def test_work_that_cannot_be_read_is_named(refined, tmp_path) -> None:
     (tmp_path / "work" / "progress.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         refined("out", tmp_path / "work")
+
+
+def test_a_folder_of_that_name_with_something_else_is_left_alone(refined, tmp_path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("years of it")
+    with pytest.raises(UsageError, match="holds something else"):
+        refined("out", tmp_path / "work")
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "years of it"
 
 
 def test_states_need_room_on_disk(refined, tmp_path, monkeypatch) -> None:

@@ -165,7 +165,7 @@ def test_shards_keep_their_borders_and_old_buffers_are_left_out(tmp_path: Path) 
     assert difference(model, load_causal_lm(out).eval()) < 1e-5
 
 
-def test_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
+def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     source = save(model, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")

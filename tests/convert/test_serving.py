@@ -53,7 +53,7 @@ def test_group_sizes_without_a_decoding_kernel() -> None:
     ("groups", "devices", "words"),
     [
         (3, 4, ["cannot be distributed over 4 devices", "no power of two"]),
-        (2, 8, ["need replication, 4 copies of each", "Max TP without KV replication = 2"]),
+        (2, 8, ["needs replication, 4 copies of each", "Max TP without KV replication = 2"]),
         (6, 2, ["no power of two"]),
         (8, 8, []),
         (8, 2, []),

@@ -8,12 +8,18 @@ import pytest
 import torch
 from eval_models import WORDS, random_documents, tiny_llama, word_tokenizer
 from headfold.errors import CheckpointError, DataError, UsageError
+from headfold.eval import paired, runner
+from headfold.eval.cards import write_cards
 from headfold.eval.compare import compare
 from headfold.eval.limits import choose_device, choose_dtype
+from headfold.eval.merge import gather
 from headfold.eval.paired import score_beside
 from headfold.eval.perplexity import score
 from headfold.eval.reading import Reading
+from headfold.eval.report import final_loss
+from headfold.eval.runner import Runner
 from headfold.eval.settings import EvalSettings
+from headfold.eval.wording import number
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -253,3 +259,91 @@ def test_dtype_auto_follows_the_source_but_not_on_a_cpu():
     assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
     assert choose_dtype("bfloat16", config, torch.device("cpu")) == torch.bfloat16
     assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_models_that_do_not_fit_together_are_measured_one_by_one(run, save, source, monkeypatch):
+    """The source then runs beside each; the numbers are the same."""
+    tokenizer = word_tokenizer(template=True)
+    others = [save(name, tiny_llama(seed=seed), tokenizer) for seed, name in ((1, "one"), (2, "two"))]
+    together = run(source, *others, repeats=1)
+    monkeypatch.setattr(Runner, "_free_bytes", lambda self: 0)
+    loaded, load = [], Runner._load
+    monkeypatch.setattr(Runner, "_load", lambda self, subject: loaded.append(subject.name) or load(self, subject))
+    apart = run(source, *others, repeats=1, overwrite=True)
+    assert loaded == ["source", "one", "two"]
+    for one, other in zip(together["models"], apart["models"], strict=True):
+        assert one["nll_nats"] == other["nll_nats"]
+    for place in (1, 2):
+        before, after = (found["models"][place]["against_source"] for found in (together, apart))
+        assert before["kl_nats"] == after["kl_nats"]
+        assert len(after["speedup"]) == 1
+
+
+def test_a_comparison_that_was_stopped_goes_on(run, save, source, tmp_path, monkeypatch):
+    other = save("other", tiny_llama(seed=1), word_tokenizer(template=True))
+    expected = run(source, other, repeats=0)
+    batches, compare_batch = [], paired._compare_batch
+    monkeypatch.setattr(paired, "_compare_batch", lambda *args: batches.append(1) or compare_batch(*args))
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "measure_decoding", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, other, repeats=0, overwrite=True)
+    assert batches
+    assert (tmp_path / "report.partial").is_dir()
+    batches.clear()
+    found = run(source, other, repeats=0, overwrite=True)
+    assert batches == []  # nothing was scored twice
+    assert found["models"] == expected["models"]
+    assert not (tmp_path / "report.partial").exists()
+
+
+def test_memory_is_answered_in_the_dtype_of_the_weights(run, save):
+    """Stored in half precision, measured in float32: what fits is twice what the measured cache would say."""
+    half = save("half", tiny_llama().bfloat16(), word_tokenizer())
+    (model,) = run(half, memory="1MB")["models"]
+    per_token = model["cache_bytes_per_token"] / 2
+    free = 0.9 * 1e6 - model["weight_bytes"]
+    assert model["capacity"]["tokens"] == int(free // per_token)
+    assert model["capacity"]["batches"] == [
+        {"context": context, "batch": int(free // (context * per_token))} for context in (16, 64)
+    ]
+
+
+def test_cards_are_written_only_where_headfold_made_the_folder(run, save, source, capsys):
+    tokenizer = word_tokenizer(template=True)
+    made, strange = (save(name, tiny_llama(seed=1), tokenizer) for name in ("made", "strange"))
+    (Path(made) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "convert"}]}))
+    results = run(source, made, strange)
+    assert write_cards(results) == [Path(made)]
+    card = (Path(made) / "README.md").read_text()
+    assert "## Evaluation" in card
+    assert number(results["models"][1]["perplexity"]["value"]) in card
+    assert not (Path(strange) / "README.md").exists()
+    assert "strange is no folder" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_worst_tokens_are_those_that_lost_most(run, save, source):
+    pair = run(source, save("other", tiny_llama(seed=1), word_tokenizer(template=True)))["models"][1]["against_source"]
+    lost = [token["lost_nats"] for token in pair["worst_tokens"]]
+    assert len(lost) == 10
+    assert lost == sorted(lost, reverse=True)
+    for token in pair["worst_tokens"]:
+        ratio = token["source_probability"] / token["probability"]
+        assert math.log(ratio) == pytest.approx(token["lost_nats"], rel=1e-5)
+        assert token["token"] in WORDS
+        assert token["before"].split()[-1] in [*WORDS, "<s>"]
+
+
+def test_a_model_that_is_off_every_scale_still_gets_its_report(run, save, source, tmp_path):
+    broken = tiny_llama(seed=1)
+    with torch.no_grad():
+        broken.lm_head.weight.mul_(1e4)  # thousands of nats per token: a perplexity that no float holds
+    pair = run(source, save("broken", broken, word_tokenizer(template=True)))["models"][1]["against_source"]
+    assert pair["perplexity_ratio"]["value"] is None
+    assert pair["kl_nats"]["value"] > 1000
+    assert "broken" in (tmp_path / "report" / "report.html").read_text()
+    assert final_loss(gather([tmp_path / "report"])) == math.inf

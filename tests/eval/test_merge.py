@@ -52,19 +52,30 @@ def test_a_model_in_both_is_shown_once(run, models):
     assert [model["name"] for model in merged["models"]] == ["source", "two", "one"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"), [({"window": 16}, "window"), ({"tokens": 50}, "tokens scored"), ({"stride": 3}, "stride")]
-)
-def test_what_cannot_be_compared_is_not_merged(run, models, changes, says):
-    source, one, two = models
-    with pytest.raises(UsageError, match=f"{says}.* differ"):
-        gather([run("first", [source, one]), run("second", [source, two], **changes)])
+def test_what_cannot_be_compared_is_not_merged(run, models, tmp_path):
+    first = run("first", models[:2])
+    content = json.loads((first / "results.json").read_text())
+    second = tmp_path / "second"
+    second.mkdir()
 
+    def write(source: dict | None = None, **protocol) -> None:
+        models = [{**content["models"][0], **(source or {})}, *content["models"][1:]]
+        changed = {**content, "models": models, "protocol": {**content["protocol"], **protocol}}
+        (second / "results.json").write_text(json.dumps(changed))
 
-def test_another_source_is_not_merged(run, models):
-    source, one, two = models
+    write()
+    assert len(gather([first, second])["models"]) == 2
+    unlike = {"window": 16, "stride": 3, "dtype": "bfloat16", "device": "cuda", "vocab": 31}
+    for name, value in unlike.items():
+        write(**{name: value})
+        with pytest.raises(UsageError, match=f"{name} differ"):
+            gather([first, second])
+    write(ids_sha256="other")
+    with pytest.raises(UsageError, match="tokens scored differ"):
+        gather([first, second])
+    write({"digest": "other"})
     with pytest.raises(UsageError, match="source differ"):
-        gather([run("first", [source, one]), run("second", [two, one])])
+        gather([first, second])
 
 
 def test_the_curve_of_a_sweep_joins_the_page(run, models, tmp_path):

@@ -231,8 +231,8 @@ def test_page_shows_the_numbers_of_the_results(results):
         "0.512 ± 0.049",
         "123 ms",
         "Fits into 24 GB",
-        "123,456 tokens",
-        "31 × 512, 7 × 2,048",
+        "123 k tokens",
+        "7 sequences of 2,048",
         "43.2 %",
         "0.099 %",
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from headfold.convert.run import convert_checkpoint
 from headfold.eval.compare import compare
-from headfold.eval.footprint import DecodeSettings
+from headfold.eval.settings import EvalSettings
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
 from tiny import tiny_model
@@ -30,15 +30,17 @@ def neox(tmp_path: Path, text_file: Path) -> Path:
     return folder
 
 
-def test_uptraining_and_comparison_take_a_rewritten_checkpoint(neox: Path, text_file: Path, tmp_path: Path) -> None:
+def test_uptraining_and_comparison_take_a_rewritten_checkpoint(
+    neox: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     converted = convert_checkpoint(neox, tmp_path / "converted", groups=2)
     settings = UptrainSettings(
-        data=str(text_file), steps=60, block=32, batch=8, micro_batch=8, teacher="source", learning_rate=3e-3
+        data=str(text_file), steps=30, block=32, batch=8, micro_batch=8, teacher="source", learning_rate=3e-3
     )
     uptrained = uptrain_checkpoint(converted, tmp_path / "uptrained", settings)
-    decode = DecodeSettings(contexts=(8,), batches=(1,), new_tokens=2, repeats=1)
-    others = [str(converted), str(uptrained)]
-    found = compare(str(neox), others, data=str(text_file), out=tmp_path / "report", max_tokens=1024, decode=decode)
+    assert "no longer the checkpoint" not in capsys.readouterr().err  # the record knows its source
+    wanted = EvalSettings(data=str(text_file), tokens=1024, repeats=0, needles=0)
+    found = compare(str(neox), [str(converted), str(uptrained)], out=tmp_path / "report", settings=wanted)
     assert [model["model_type"] for model in found["models"]] == ["gpt_neox", "phi", "phi"]
     assert [model["kv_heads"] for model in found["models"]] == [[4], [2], [2]]
     assert found["models"][1]["cache_bytes_per_token"] * 2 == found["models"][0]["cache_bytes_per_token"]

@@ -56,7 +56,7 @@ def main(checkpoint: str, text: str, folder: Path, kills: int, seed: int) -> Non
     torch.set_num_threads(1)
     draw = random.Random(seed)
     began = time.monotonic()
-    assert not attempt(checkpoint, text, folder / "reference", 120)
+    assert not attempt(checkpoint, text, folder / "reference", 600)
     duration = time.monotonic() - began
     killed, writing, finished = 0, 0, 0
     while killed < kills:
@@ -69,7 +69,7 @@ def main(checkpoint: str, text: str, folder: Path, kills: int, seed: int) -> Non
         left_over = [*folder.glob(f"{out.name}.training/*.tmp"), *folder.glob(f".{out.name}.unfinished-*")]
         writing += bool(left_over)
     while not (folder / f"run-{finished}").exists():
-        assert not attempt(checkpoint, text, folder / f"run-{finished}", 120)
+        assert not attempt(checkpoint, text, folder / f"run-{finished}", 600)
     print(json.dumps({"killed": killed, "writing": writing, "finished": finished + 1}))
 
 

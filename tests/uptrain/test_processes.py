@@ -13,7 +13,7 @@ import torch
 from headfold.uptrain.loop import uptrain_checkpoint
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # half a minute of work, more on a busy machine
 TOLERANCE = 1e-5  # relative, between curves of one process and of two: float32 sums in another order
 
 
@@ -45,7 +45,7 @@ def two(tiny_checkpoint, text_file, tmp_path_factory) -> Path:
     script = str(Path(__file__).with_name("two_processes.py"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [*launch(2), script, str(tiny_checkpoint), str(text_file), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
