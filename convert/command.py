@@ -41,7 +41,8 @@ def convert(
     grouping: Annotated[
         str | None,
         typer.Option(
-            help="Which heads form a group: contiguous (neighbours) or similarity. Default: similarity for folded."
+            help="Which heads form a group: contiguous (neighbours) or similarity. "
+            "Default: similarity for folded, where heads may change places."
         ),
     ] = None,
     rescale: Annotated[
@@ -111,7 +112,7 @@ def convert(
     from .plan import default_method
     from .run import plan_conversion, run_plan, say_what_is_odd
 
-    method, grouping = default_method(method, grouping, looks_at_text=looks_at_text)
+    method = method or default_method(looks_at_text=looks_at_text)
     plan = plan_conversion(source, groups=groups, method=method, grouping=grouping)
     plan = replace(plan, max_shard_bytes=shard)
     if dry_run:

@@ -146,14 +146,22 @@ class Plan:
         ]
 
 
-def default_method(method: str | None, grouping: str | None, *, looks_at_text: bool) -> tuple[str, str]:
-    """Method and grouping where the user named none: ``folded`` by similarity where there is text, else ``mean``."""
-    method = method or ("folded" if looks_at_text else "mean")
-    return method, grouping or ("similarity" if method == "folded" else "contiguous")
+def default_method(*, looks_at_text: bool) -> str:
+    """The method where the user named none."""
+    return "folded" if looks_at_text else "mean"
 
 
-def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping: str = "contiguous") -> Plan:
+def _default_grouping(method: str, family: Family) -> str:
+    """Similarity for ``folded`` where heads may change places: measured, see docs/results.md."""
+    movable = all("k_norm" not in block.roles() for block in family.blocks)
+    return "similarity" if method == "folded" and movable else "contiguous"
+
+
+def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping: str | None = "contiguous") -> Plan:
     """Decide what to do with every tensor; nothing is written and no weight is read.
+
+    Args:
+        grouping: None for the better one of those that the family allows.
 
     Raises:
         UsageError: the method, the grouping or the number of groups is impossible.
@@ -162,11 +170,12 @@ def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping
     """
     if method not in METHODS:
         raise UsageError(f"There is no method {method}.", f"Methods: {', '.join(METHODS)}.")
-    if grouping not in GROUPINGS:
+    if grouping not in (None, *GROUPINGS):
         raise UsageError(f"There is no grouping {grouping}.", f"Groupings: {', '.join(GROUPINGS)}.")
     refuse_quantised(source)
     source = rewritten(source, groups)
     family = find_family(source, groups)
+    grouping = grouping or _default_grouping(method, family)
     kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
     actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
     if any(setting.heads != groups for setting in family.settings):

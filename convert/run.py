@@ -70,10 +70,14 @@ def plan_conversion(
     *,
     groups: int,
     method: str = "mean",
-    grouping: str = "contiguous",
+    grouping: str | None = "contiguous",
     revision: str | None = None,
 ) -> Plan:
-    """What :func:`convert_checkpoint` would do, with nothing written: this is ``--dry-run``."""
+    """What :func:`convert_checkpoint` would do, with nothing written: this is ``--dry-run``.
+
+    Args:
+        grouping: None for the better one of those that the family allows.
+    """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source, revision=revision)
     return make_plan(checkpoint, groups, method, grouping=grouping)
 

@@ -63,8 +63,8 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
 
 def _plan(recipe: Recipe) -> Plan:
     wanted = recipe.convert
-    method, grouping = default_method(wanted.method, wanted.grouping, looks_at_text=wanted.calibration is not None)
-    return plan_conversion(recipe.checkpoint, groups=wanted.groups, method=method, grouping=grouping)
+    method = wanted.method or default_method(looks_at_text=wanted.calibration is not None)
+    return plan_conversion(recipe.checkpoint, groups=wanted.groups, method=method, grouping=wanted.grouping)
 
 
 def _convert(recipe: Recipe, plan: Plan, out: Path) -> None:

@@ -18,7 +18,6 @@ from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..convert.calibrated import Calibration, calibrate, convert_calibrated
 from ..convert.methods import METHODS
-from ..convert.plan import default_method
 from ..convert.run import plan_conversion
 from ..convert.shapes import resolved_config
 from ..corpus import HELDOUT, open_corpus
@@ -110,12 +109,11 @@ def _convert_and_measure(
     """The row of one conversion; none where the method refuses this checkpoint."""
     name = method.removesuffix(REFINED)
     refine = settings.refine if method.endswith(REFINED) else 0
-    _, grouping = default_method(name, None, looks_at_text=True)
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"
         began = time.perf_counter()
         try:
-            plan = plan_conversion(checkpoint, groups=groups, method=name, grouping=grouping)
+            plan = plan_conversion(checkpoint, groups=groups, method=name, grouping=None)
             convert_calibrated(plan, folder, replace(calibration, refine=refine))
         except UnsupportedError as problem:
             warn(f"{method} with {groups} groups is left out: {problem.message}")

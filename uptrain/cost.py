@@ -13,7 +13,7 @@ from ..errors import HeadfoldError
 from .settings import UptrainSettings
 
 _FLOAT32 = 4
-_CHUNK_BYTES = 256 * 2**20
+_CHUNK_BYTES, _CHUNK_POSITIONS = 256 * 2**20, 256  # as headloss.py takes them on a GPU
 _COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
 
 
@@ -113,12 +113,13 @@ def plan_cost(
     positions = settings.micro_batch * settings.block
     kept = (12 * student.hidden + 5 * student.inner) * positions * width
     through = student.hidden * positions * _FLOAT32 * student.layers
+    chunk = min(positions, max(_CHUNK_BYTES // (_FLOAT32 * student.vocabulary), _CHUNK_POSITIONS))
     memory = {
         "weights": student.parameters * _FLOAT32 // share,
         "gradients": student.trained * _FLOAT32 // share,
         "optimizer": 2 * student.trained * _FLOAT32 // share,
         "activations": through + kept if settings.gradient_checkpointing else kept * student.layers,
-        "logits": _COPIES_OF_A_CHUNK * min(_CHUNK_BYTES, positions * student.vocabulary * _FLOAT32),
+        "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
     }
     if teacher is not None:
         memory["teacher"] = teacher.parameters * teacher_bytes // share

@@ -18,6 +18,8 @@ from .split import Split, divert
 _LOGITS_BYTES = {"cpu": 16 * 2**20}
 _LOGITS_BYTES_ELSEWHERE = 256 * 2**20
 """Float32 logits of one chunk: on a CPU what its cache holds, on a GPU enough to keep it busy."""
+_FEWEST = 256
+"""Positions of a chunk at least: each adds a gradient as large as the head to the sum, which must not dominate."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunk_size(vocabulary: int, device: torch.device) -> int:
-    """Positions whose float32 logits fit into what a chunk may take."""
+    """Positions whose float32 logits fit into what a chunk may take, or the fewest that are worth a chunk."""
     granted = _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
-    return max(1, granted // (4 * vocabulary))
+    return max(_FEWEST, granted // (4 * vocabulary))

@@ -288,6 +288,16 @@ def test_similarity_refuses_norms_of_every_head_and_clipping(
         convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, grouping="similarity")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "over", "grouping"), [(*HEAD_NORMS[0], "contiguous"), ("llama", {}, "similarity")]
+)
+def test_default_grouping_is_one_that_the_family_allows(
+    model_type: str, over: dict[str, Any], grouping: str, tmp_path: Path
+) -> None:
+    tiny_model(model_type, 4, 4, **over).save_pretrained(tmp_path)
+    assert plan_conversion(tmp_path, groups=2, method="folded", grouping=None).grouping == grouping
+
+
 def test_gq058_gemma4_layers_whose_values_are_their_keys(tmp_path: Path) -> None:
     small = tiny_model("gemma4_text", 4, 2, attention_k_eq_v=True)
     out = _convert_back(small, 4, tmp_path)

@@ -23,6 +23,7 @@ TYPES = ["llama", "gemma2", "cohere", "granite", "falcon_h1", "qwen2_moe"]
 def _small_chunks(monkeypatch):
     """Seven positions of 300 tokens, so that several chunks and a last, shorter one are needed."""
     monkeypatch.setattr(headloss, "_LOGITS_BYTES", {"cpu": 7 * 300 * 4})
+    monkeypatch.setattr(headloss, "_FEWEST", 1)
 
 
 def teach(model, objective=None, teacher=None):
@@ -150,3 +151,11 @@ def test_other_calls_of_the_model_stay_as_they_are():
     assert torch.equal(
         model.lm_head(torch.ones(2, 64)), torch.nn.functional.linear(torch.ones(2, 64), model.lm_head.weight)
     )
+
+
+def test_chunks_are_as_large_as_is_granted_and_never_tiny(monkeypatch):
+    monkeypatch.undo()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert headloss.chunk_size(4096, cpu) == 1024
+    assert headloss.chunk_size(128_000, cpu) == 256
+    assert headloss.chunk_size(256_000, gpu) == 262
