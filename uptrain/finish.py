@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig
 
+from ..checkpoint.card import write_card
 from ..checkpoint.load import load_causal_lm
 from ..checkpoint.publish import publishing
-from ..checkpoint.record import METRICS_NAME, write_record
+from ..checkpoint.record import METRICS_NAME, last_entry, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import copy_side_files
 from ..errors import CheckpointError
@@ -67,6 +68,8 @@ def write_trained(
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
         write_record(folder, source.folder, {**entry, "tensors_left_out": left_out})
+        if last_entry(folder, "convert") is not None:
+            write_card(folder)
 
 
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

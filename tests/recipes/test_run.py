@@ -29,6 +29,9 @@ def test_the_three_steps_run_and_a_second_call_skips_them(recipe, tmp_path, capf
     assert report.read_text().lstrip().lower().startswith("<!doctype html>")
     results = json.loads(report.with_name("results.json").read_text())
     assert len(results["models"]) == 3
+    card = (tmp_path / "out" / "uptrained" / "README.md").read_text()
+    assert "### Convert" in card
+    assert "### Uptrain" in card
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     capfd.readouterr()
     assert run_recipe(recipe, tmp_path / "out") == report
