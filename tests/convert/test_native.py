@@ -18,6 +18,7 @@ from headfold.errors import CheckpointError, UnsupportedError
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from tiny import has_kv_heads, kv_heads_of, new_model, repeat_kv_heads, set_kv_heads, tiny_config, tiny_model
+from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 REFUSALS = (ValueError, StrictDataclassError)
@@ -50,6 +51,8 @@ OTHER_CACHES = {
     "falcon": {4},  # repeats the KV heads for every query head before it caches them
 }
 """Types whose cache does not hold G heads, and what it holds."""
+CACHE_TO_GIVE = {"recurrent_gemma": DynamicCache}
+"""Types that fill a cache they are given, and return none of their own."""
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -102,9 +105,11 @@ def _check_exact(small: Any, more: int, folder: Path) -> None:
 def _run(model: Any) -> tuple[torch.Tensor, set[int]]:
     """Logits, and the numbers of heads that the cache's layers hold."""
     ids = torch.randint(5, 200, (2, 10), generator=torch.Generator().manual_seed(1))
+    model_type = model.config.model_type
+    given = {"cache": CACHE_TO_GIVE[model_type](config=model.config)} if model_type in CACHE_TO_GIVE else {}
     with torch.no_grad():
-        output = model(input_ids=ids, use_cache=model.config.model_type != "blt")
-    cache = output.get("cache", output.get("past_key_values"))
+        output = model(input_ids=ids, use_cache=model_type != "blt", **given)
+    cache = given.get("cache", output.get("cache", output.get("past_key_values")))
     layers = [] if cache is None else cache.layers
     keys = [getattr(layer, "keys", None) for layer in layers]
     return output.logits, {key.shape[1] for key in keys if isinstance(key, torch.Tensor) and key.dim() == 4}
