@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -383,59 +378,3 @@ def test_statistics_of_another_checkpoint_are_refused(single: Path, tmp_path: Pa
     with pytest.raises(HeadfoldError, match="another checkpoint"):
         convert_checkpoint(other, tmp_path / "c", groups=2, method="folded", statistics=tmp_path / "stats")
     assert not (tmp_path / "c").exists()
-
-
-_CHILD = """
-import sys, time
-from headfold.checkpoint import write
-from headfold.convert import run
-real = write._copy_range
-def slow(*a):
-    time.sleep(0.02)
-    real(*a)
-write._copy_range = slow
-print("ready", flush=True)
-for _ in sys.stdin:
-    run.convert_checkpoint(sys.argv[1], sys.argv[2], groups=2)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_leaves_the_output_absent_or_complete(sharded: Path, tmp_path: Path) -> None:
-    """Killed at random moments, also after the rename; each time the next run is the judge."""
-    out = tmp_path / "out"
-    expected = _tensors(convert_checkpoint(sharded, tmp_path / "expected", groups=2))
-    states = set()
-    for attempt in range(4):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(sharded), str(out)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        child.stdin.write(b"go\n")
-        child.stdin.flush()
-        _wait_for(lambda: any(tmp_path.glob(".out.unfinished-*")) or out.exists())
-        time.sleep(0.05 * attempt)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        states.add(out.exists())
-        if out.exists():
-            made = _tensors(out)
-            assert made.keys() == expected.keys()
-            assert all(torch.equal(made[name], expected[name]) for name in made)
-            shutil.rmtree(out)
-    assert False in states
-    convert_checkpoint(sharded, out, groups=2)
-    assert not list(tmp_path.glob(".out.unfinished-*"))
-
-
-def _wait_for(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert condition()
