@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -32,4 +33,6 @@ def share(text: str) -> float:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError as problem:
         raise UsageError(f"{text!r} is no share.", "Write it as 2% or 0.02.") from problem
+    if not math.isfinite(value) or value < 0 or (value >= 1 and not text.endswith("%")):
+        raise UsageError(f"{text!r} is no share.", "Write it as 2% or 0.02.")
     return value

@@ -73,6 +73,8 @@ def _refuse_other_byte_order(file: Path) -> None:
         order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
         if order is not None and archive.read(order) != b"little":
             raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise UnsupportedError(f"{file} was compressed after it was written.", _SAVE_AGAIN)
 
 
 def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:

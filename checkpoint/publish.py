@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,8 +21,11 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
     """Refuse an output path that is in the way.
 
     Raises:
-        UsageError: ``out`` exists and ``overwrite`` is false, or it is a file or link, which is never replaced.
+        UsageError: ``out`` exists and ``overwrite`` is false, or it is a file or link, which is never replaced, or the
+            working folder or a mount point, which cannot be.
     """
+    if out.resolve() in (Path.cwd(), *Path.cwd().parents) or out.is_mount():
+        raise UsageError(f"The output {out} is a folder that cannot be replaced.", "Name a folder inside it.")
     if not out.exists() and not out.is_symlink():
         return
     if out.is_symlink() or not out.is_dir():
@@ -59,8 +63,7 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     refuse_occupied(out, overwrite)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for left_over in out.parent.glob(f".{out.name}{_UNFINISHED}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        remove_siblings(out, _UNFINISHED)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}{_UNFINISHED}", dir=out.parent))
         folder.chmod(0o777 & ~_umask())
     except OSError as problem:
@@ -88,22 +91,26 @@ def _swap_in(folder: Path, out: Path) -> None:
             flush(file)
     if not out.exists():
         folder.rename(out)
-        _remove_replaced(out)
+        remove_siblings(out, _REPLACED)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}{_REPLACED}", dir=out.parent))
-    out.rename(old / out.name)
+    try:
+        out.rename(old / out.name)
+    except OSError:
+        old.rmdir()
+        raise
     try:
         folder.rename(out)
     except OSError:
         (old / out.name).rename(out)
         raise
-    _remove_replaced(out)
+    remove_siblings(out, _REPLACED)  # also what a killed run left
 
 
-def _remove_replaced(out: Path) -> None:
-    """What stood under the name of ``out`` before, also where a killed run left it."""
-    for old in out.parent.glob(f".{out.name}{_REPLACED}*"):
-        shutil.rmtree(old, ignore_errors=True)
+def remove_siblings(out: Path, kind: str) -> None:
+    """Remove the hidden folders beside ``out`` whose names are ``out``'s and ``kind``."""
+    for found in out.parent.glob(f".{escape(out.name)}{kind}*"):
+        shutil.rmtree(found, ignore_errors=True)
 
 
 def flush(file: Path) -> None:

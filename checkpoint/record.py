@@ -25,7 +25,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         return {"schema": _SCHEMA, "history": []}
     if not isinstance(record, dict) or not isinstance(record.get("history"), list):
         return {"schema": _SCHEMA, "history": []}
-    return record
+    return {**record, "history": [entry for entry in record["history"] if isinstance(entry, dict)]}
 
 
 def write_record(folder: Path, source: Path, entry: dict[str, Any]) -> None:

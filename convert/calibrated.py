@@ -92,6 +92,7 @@ def convert_calibrated(
     """
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    _refuse_statistics_inside(calibration.statistics, out, plan.source.folder)
     _refuse_no_device(calibration.device)
     text = read_text(plan.source, calibration, trust_remote_code)
     if calibration.refine and text is None:
@@ -128,6 +129,15 @@ def convert_calibrated(
     if steps and work.exists():
         remove_work(work)
     return out
+
+
+def _refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) -> None:
+    """A file in the output would be in its way, and the source is never written to."""
+    if statistics is None:
+        return
+    for folder in (out,) if statistics.exists() else (out, source):
+        if folder.resolve() in statistics.resolve().parents:
+            raise UsageError(f"The statistics {statistics} would lie in {folder}.", "Choose a path elsewhere.")
 
 
 def _refine_steps(plan: Plan, calibration: Calibration) -> int:

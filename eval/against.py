@@ -77,9 +77,12 @@ def _sums(values_N: Iterable[np.ndarray[Any, Any]]) -> Array:
     return array(values.sum(dtype=np.float64) for values in values_N)
 
 
-def _percentiles(values_N: np.ndarray[Any, Any]) -> dict[str, float]:
+def _percentiles(values_N: np.ndarray[Any, Any]) -> dict[str, float | None]:
     levels = (50, 90, 99, 99.9)
-    return {f"{level:g}": float(found) for level, found in zip(levels, np.percentile(values_N, levels), strict=True)}
+    return {
+        f"{level:g}": _finite(float(found))
+        for level, found in zip(levels, np.percentile(values_N, levels), strict=True)
+    }
 
 
 def _histogram(values_N: np.ndarray[Any, Any]) -> dict[str, list[float]]:

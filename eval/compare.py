@@ -15,7 +15,7 @@ from ..console import info
 from ..corpus import HELDOUT, Corpus, open_corpus
 from .against import Pair, against_source
 from .footprint import DecodeSettings
-from .harness import TaskSettings, find_tasks
+from .harness import TaskSettings, find_tasks, task_identity
 from .kept import Kept
 from .limits import choose_device, device_name
 from .needle import NeedleSettings, hide
@@ -71,10 +71,10 @@ def compare(
     accelerator = join_processes(settings.device)
     protocol = settle(settings, subjects, accelerator.device if accelerator else choose_device(settings.device))
     make_windows(text.documents, protocol.window, protocol.stride)  # a bad stride is refused before anything is loaded
-    reading = {**protocol.reading(), "ids": text.ids_sha256, "tasks": asdict(tasks)}
+    reading = {**protocol.reading(), "ids": text.ids_sha256, "tasks": task_identity(tasks),
+               "versions": {name: version(name) for name in ("headfold", "torch", "transformers")}}  # fmt: skip
     digests = [subject.checkpoint.digest() for subject in subjects]
-    identity = {**reading, "decode": asdict(protocol.decode), "batch": protocol.batch_size, "digests": digests,
-                "versions": {name: version(name) for name in ("headfold", "torch", "transformers")}}  # fmt: skip
+    identity = {**reading, "decode": asdict(protocol.decode), "batch": protocol.batch_size, "digests": digests}
     kept = Kept(out, identity, accelerator)
     runner = Runner(
         protocol, subjects, text, kept, accelerator,

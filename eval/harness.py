@@ -7,11 +7,12 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..console import talk
+from ..console import talk, warn
 from ..errors import DataError, UsageError
 
 
@@ -149,15 +150,43 @@ def _without_bars() -> Iterator[None]:
 
 
 def _rows(task: str, samples: Sequence[dict[str, Any]], results: Any) -> list[Answered]:
-    """The measures of a task that are plain means over its questions."""
+    """The measures of a task that are plain means over its questions, those of each of its filters by themselves.
+
+    What is no such mean by lm-eval's own total (a perplexity, a score of the whole text) cannot be paired by question.
+    """
     if not samples:
         raise DataError(f"The task {task} has no question.", "Check its data files.")
-    better = results["higher_is_better"].get(task, {})
-    ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
-    rows = []
-    for measure in ordered[0]["metrics"]:
-        values = [sample.get(measure) for sample in ordered]
-        plain = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-        if len(plain) == len(values):
-            rows.append(Answered(task, measure, bool(better.get(measure, True)), plain))
+    by_filter: dict[str, list[dict[str, Any]]] = {}
+    for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
+        by_filter.setdefault(str(sample.get("filter", "none")), []).append(sample)
+    better, totals = results["higher_is_better"].get(task, {}), results["results"][task]
+    rows, left_out = [], []
+    for name, asked in by_filter.items():
+        for measure in asked[0]["metrics"]:
+            values, shown = _numbers(asked, measure), measure if len(by_filter) == 1 else f"{measure} ({name})"
+            total = totals.get(f"{measure},{name}")
+            if values and isinstance(total, (int, float)) and math.isclose(sum(values) / len(values), total):
+                rows.append(Answered(task, shown, bool(better.get(measure, True)), values))
+            else:
+                left_out.append(shown)
+    if left_out:
+        warn(f"{task}: {', '.join(left_out)} is no mean over questions and is left out.")
     return rows
+
+
+def _numbers(samples: Sequence[dict[str, Any]], measure: str) -> list[float]:
+    """The measure of every question; nothing where it is no finite number everywhere."""
+    values = [sample.get(measure) for sample in samples]
+    plain = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return plain if len(plain) == len(values) else []
+
+
+def task_identity(settings: TaskSettings) -> dict[str, Any]:
+    """What the answers depend on: the settings, lm-eval's version, and the files beside local tasks."""
+    if not settings.tasks:
+        return {}
+    folders = {_folder(name) for name in settings.tasks if _is_local(name)}
+    files = [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns) for folder in folders for path in folder.iterdir()
+    ]
+    return {**asdict(settings), "lm_eval": version("lm_eval"), "files": sorted(files)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,8 @@ class Runner:
         self.source_from_cache = cached is not None
         source_model = None if cached else self._load(self.subjects[0])
         runs, pairs = [], []
-        for number, group in enumerate(self._groups()):
+        places = self.kept.once("groups", self._groups)  # by the memory that was free at the first try
+        for number, group in enumerate([self.subjects[place] for place in group] for group in places):
             models = [self._load(subject) for subject in group]
             run, found = self._measure(number, group, models, source_model, cached)
             runs.append(run)
@@ -80,18 +81,18 @@ class Runner:
         found: CachedSource | None = self.kept.shared(self.cache.find(self.text.documents) if self._first() else None)
         return found
 
-    def _groups(self) -> Iterator[list[Subject]]:
+    def _groups(self) -> list[list[int]]:
         """Models that fit into memory beside the source, in order; the source then runs once for all of them."""
         free = _ROOM * self._free_bytes()
-        group: list[Subject] = []
+        groups: list[list[int]] = [[]]
         taken = self._bytes_of(self.subjects[0])
-        for subject in self.subjects[1:]:
-            if group and taken + self._bytes_of(subject) > free:
-                yield group
-                group, taken = [], self._bytes_of(self.subjects[0])
-            group.append(subject)
+        for place, subject in enumerate(self.subjects[1:], 1):
+            if groups[-1] and taken + self._bytes_of(subject) > free:
+                groups.append([])
+                taken = self._bytes_of(self.subjects[0])
+            groups[-1].append(place)
             taken += self._bytes_of(subject)
-        yield group
+        return groups
 
     def _bytes_of(self, subject: Subject) -> float:
         return subject.checkpoint.weight_bytes * self.protocol.dtype.itemsize / subject.element_bytes
@@ -128,11 +129,15 @@ class Runner:
         facts = [self._facts(subject, model) for subject, model in loaded]
         if cached is not None:
             facts, times = [cached.facts, *facts], [[], *times]
-        elif self.cache is not None and self._first():
-            self.cache.store(known, facts[0])
         run = self._measured(source, facts[0], known.scores, times[0])
+        if cached is None and self.cache is not None and self._first():
+            self.cache.store(known, facts[0])
         rows = zip(group, facts[1:], scores, times[1:], strict=True)
         return run, [Pair(run, self._measured(one, fact, pair.other, took), pair) for one, fact, pair, took in rows]
+
+    def _name(self, kind: str, number: int) -> str:
+        """Of a measurement of one group; without the source it has fewer rows."""
+        return f"{'without-source-' if self.source_from_cache else ''}{kind}-{number}"
 
     def _first(self) -> bool:
         return self.accelerator is None or self.accelerator.is_main_process
@@ -144,7 +149,9 @@ class Runner:
         reading = Reading(protocol.window, protocol.stride, protocol.batch_size, self.accelerator, self.kept)
         source = cached.scores if cached is not None else source_model
         assert source is not None
-        return score_beside(source, models, self.text.documents, reading, vocab=protocol.vocab, name=f"scores-{number}")
+        return score_beside(
+            source, models, self.text.documents, reading, vocab=protocol.vocab, name=self._name("scores", number)
+        )
 
     def _time(self, number: int, models: Sequence[Any]) -> list[list[DecodeTimes]]:
         def measure() -> list[list[dict[str, Any]]]:
@@ -152,7 +159,7 @@ class Runner:
                 info("timing the models in turn")
             return [[asdict(row) for row in rows] for rows in measure_decoding(models, self.protocol.decode)]
 
-        return [[DecodeTimes(**row) for row in rows] for rows in self.kept.once(f"times-{number}", measure)]
+        return [[DecodeTimes(**row) for row in rows] for rows in self.kept.once(self._name("times", number), measure)]
 
     def _facts(self, subject: Subject, model: Any) -> dict[str, Any]:
         """What is measured of one model by itself, as JSON values."""

@@ -101,13 +101,14 @@ def uptrain(
     given["data"] = data[0] if len(data) == 1 else tuple(data)
     given["tracker"] = tuple(tracker)
     if no_teacher:
+        if teacher != _default("teacher"):
+            raise UsageError("--teacher and --no-teacher contradict each other.", "Leave one of them out.")
         given["teacher"] = None
     settings = _settings(given)
     if measure and not dry_run:
         raise UsageError("--measure goes with --dry-run.", "Add --dry-run, or leave --measure out.")
     if dry_run:
-        memory = None if device_memory is None else int(device_memory * 1e9)
-        _look_ahead(checkpoint, settings, launch, measure, memory, trust_remote_code)
+        _look_ahead(checkpoint, settings, launch, measure, _bytes(device_memory), trust_remote_code)
     elif launch is not None:
         from . import launch as launching
 
@@ -138,6 +139,14 @@ def _look_ahead(
     if measured:
         rows += measure(checkpoint, settings, layout, trust_remote_code=trust_remote_code)
     console.table(f"Uptraining {checkpoint}", ["", ""], rows)
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    if gigabytes is None:
+        return None
+    if not math.isfinite(gigabytes) or gigabytes <= 0:
+        raise UsageError(f"--device-memory {gigabytes} is no size in GB.", "Give a number above 0, such as 80.")
+    return int(gigabytes * 1e9)
 
 
 def _whole(name: str, number: float | None) -> int | None:

@@ -104,6 +104,8 @@ class _ChunkedLoss(torch.autograd.Function):
             grads = [new.float() if not grads else grads[i].add_(new) for i, new in enumerate(found[1:])]
             totals += torch.stack(sums)
             del logits_NV, grad_NV, found
+        if not len(states_NX):  # a micro-batch of one-token documents, kept apart, teaches nothing
+            grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
         ctx.places = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
         ctx.count = len(parameters)
         ctx.save_for_backward(grad_NX, *grads)

@@ -6,18 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import yaml
 
 from ..errors import Interrupted, UsageError
 from .settings import UptrainSettings
 
 _SHIPPED = Path(__file__).parents[1] / "recipes" / "accelerate"
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A terminal signals its own session alone, so what it sends, on Ctrl-C or when it closes, is passed on too."""
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,14 @@ class Layout:
 
 
 def find_launch(name: str) -> Path:
-    """A launch config by its path, or a shipped one by its name.
+    """A launch config by its path, or a shipped one by its name; what it says is checked.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is malformed.
     """
     for file in (Path(name), _SHIPPED / f"{name}.yaml"):
         if file.is_file():
+            read_layout(file)
             return file.resolve()
     shipped = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
     raise UsageError(
@@ -50,47 +57,78 @@ def read_layout(file: Path) -> Layout:
     Raises:
         UsageError: it is no launch config, or asks for FSDP in its first version.
     """
+    from accelerate.utils import DistributedType  # brings torch
+
     try:
         content: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-        processes, kind = int(content["num_processes"]), str(content["distributed_type"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError) as problem:
-        raise UsageError(f"{file} is no launch config of accelerate.", "`accelerate config` writes one.") from problem
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+        raise _no_config(file, "it cannot be read as YAML") from problem
+    if not isinstance(content, dict):
+        raise _no_config(file, "it holds no names with values")
+    processes, kind = content.get("num_processes"), content.get("distributed_type")
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        raise _no_config(file, f"num_processes is {processes!r} and must be a whole number from 1")
+    if not isinstance(kind, str) or kind.upper() not in DistributedType.__members__:
+        raise _no_config(file, f"distributed_type is {kind!r} and must be one of accelerate's, such as 'NO' or FSDP")
     sharded = kind.upper() == "FSDP"
-    if sharded and (content.get("fsdp_config") or {}).get("fsdp_version") != 2:
-        raise UsageError(f"{file} asks for FSDP in its first version.", "Set `fsdp_version: 2` in it.")
+    if sharded:
+        plugin = content.get("fsdp_config") or {}
+        if not isinstance(plugin, dict):
+            raise _no_config(file, f"fsdp_config is {plugin!r} and must hold names with values")
+        if plugin.get("fsdp_version") != 2:
+            raise UsageError(f"{file} asks for FSDP in its first version.", "Set `fsdp_version: 2` in it.")
     return Layout(processes, sharded)
+
+
+def _no_config(file: Path, fault: str) -> UsageError:
+    return UsageError(f"{file} is no launch config of accelerate: {fault}.", "`accelerate config` writes one.")
 
 
 def launch(file: Path, arguments: Sequence[str]) -> None:
     """Run `headfold ARGUMENTS` under accelerate's launcher, and wait for it.
 
     Raises:
-        Interrupted: a signal stopped it; SIGTERM is passed on, so that the processes save first.
+        Interrupted: a signal stopped it. It is passed on as SIGTERM, and the processes' save is waited for.
         SystemExit: it ended otherwise than well, with the launcher's exit code.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     # a save of a large model takes longer than the half minute that the launcher waits before it kills
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}
-    process = subprocess.Popen([*command, "-m", "headfold", *arguments], env=environment)
+    # a session of its own is a group that can be signalled whole: for one process the launcher passes no signal on
+    process = subprocess.Popen([*command, "-m", "headfold", *arguments], env=environment, start_new_session=True)
     asked = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        process.send_signal(number)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    # what is ignored, as SIGHUP under nohup, stays so
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, pass_on)
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # a terminal sends it to the processes as well
-        asked = True
-        code = process.wait()
+        while asked and _lives(process.pid):  # the launcher of one process is gone before the save is done
+            time.sleep(_LOOK_SECONDS)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in caught:
+            signal.signal(number, before[number] or signal.SIG_DFL)
     if asked and code:
         raise Interrupted("Stopped by a signal.", "Run the same command to go on from the newest save.")
     if code:
         raise SystemExit(code)
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended and that nobody asked about does not count."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def without_launch(arguments: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ from .settings import UptrainSettings
 from .signals import StopRequest, stop_on_signal
 from .state import Progress, Saves
 from .step import SpikeGuard, Stepper, StepResult
-from .teacher import converted_from, load_teacher, resolve_teacher
+from .teacher import converted_from, digest_of, load_teacher, resolve_teacher
 from .trackers import chosen_trackers, logs_folder
 from .watch import Watch, open_watch, recovered_share
 
@@ -119,7 +119,8 @@ def open_run(
     freeze_the_rest(model, settings.train)
     watch = open_watch(settings, tokenizer)
     accelerator = make_accelerator(settings, trackers, logs_folder(out))
-    saves = Saves(out, settings, {"checkpoint": source.digest(), "text": describe(parts)})
+    identity = {"checkpoint": source.digest(), "text": describe(parts), "teacher": digest_of(settings.teacher)}
+    saves = Saves(out, settings, identity)
     text = _Text(parts, tokenizer, watch)
     return Run(accelerator, settings, budget, saves, source, model, text, from_scratch, trust_remote_code)
 
@@ -181,6 +182,7 @@ class Run:
             seed=settings.seed,
             positions=progress.positions if progress else None,
         )
+        self._guard = SpikeGuard(settings.spike, progress.losses if progress else ())
         self.accelerator.init_trackers("headfold", _plain(settings))
         file = self.saves.metrics if self.accelerator.is_main_process else None
         self.metrics = Metrics(file, self.step, lambda numbers, step: self.accelerator.log(numbers, step=step))
@@ -196,7 +198,7 @@ class Run:
             self._score_the_source()
             self._evaluate()
         clock = Clock(self.budget.steps - self.step)
-        guard = SpikeGuard(self.settings.spike)
+        guard = self._guard
         since_log: list[StepResult] = []
         while self.step < self.budget.steps:
             result = self.next_step()
@@ -210,12 +212,13 @@ class Run:
                 self._evaluate()
             stopping = self._anyone(bool(stop))
             due = last or self.step % self.settings.save_every == 0
-            if stopping or (due and guard.calm):
-                self.saves.write(self.accelerator, Progress(self.step, self.stream.positions()))
+            if (stopping or due) and guard.calm:
+                self.saves.write(self.accelerator, Progress(self.step, self.stream.positions(), guard.losses))
             if stopping and not last:
+                saved = "saved" if guard.calm else "not saved, since the loss was spiking"
                 raise Interrupted(
-                    f"Stopped by a signal at step {self.step} of {self.budget.steps}; saved.",
-                    "Run the same command to go on.",
+                    f"Stopped by a signal at step {self.step} of {self.budget.steps}; {saved}.",
+                    "Run the same command to go on from the newest save.",
                 )
 
     def next_step(self) -> StepResult:

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps done, and where each corpus stands."""
+    """How far a run has come: optimizer steps done, where each corpus stands, and the last losses without spikes."""
 
     step: int
     positions: list[MixturePosition]
+    losses: list[float] = field(default_factory=list)
 
 
 class Saves:
@@ -104,7 +105,8 @@ class Saves:
         _refuse_other_settings(UptrainSettings(**content["settings"]), self._settings, self.folder)
         _refuse_other_run(content["identity"], self._identity, self.folder)
         accelerator.load_state(str(save))
-        return Progress(content["step"], [MixturePosition.from_json(one) for one in content["positions"]])
+        positions = [MixturePosition.from_json(one) for one in content["positions"]]
+        return Progress(content["step"], positions, content.get("losses", []))
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -120,6 +122,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
     content: dict[str, Any] = {
         "step": progress.step,
         "positions": [position.to_json() for position in progress.positions],
+        "losses": progress.losses,
         "settings": settings.model_dump(),
         "identity": identity,
         "sizes": sizes,
@@ -139,7 +142,8 @@ def _is_complete(save: Path) -> bool:
 
 
 def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    changed = [name for name in wanted if saved.get(name) != wanted[name]]
+    # older saves do not know the teacher
+    changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     if changed:
         raise UsageError(
             f"{folder} holds a run whose {' and '.join(changed)} had other contents than now.",

@@ -5,7 +5,7 @@ Letters of shapes: B blocks, M blocks of a micro-batch, T tokens of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -137,15 +137,21 @@ class SpikeGuard:
     Args:
         factor: how many times the median of the last losses counts as a spike, where it is also a nat more: a small
             divergence may well triple while the learning rate rises. 0 watches nothing.
+        losses: of the steps before, where a run goes on.
     """
 
     WINDOW, ENOUGH, PATIENCE = 50, 20, 3  # losses to compare with, the fewest of them, and spikes in a row to stop at
     RISE_NATS = 1.0
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
         self._factor = factor
-        self._calm: list[float] = []
+        self._calm = list(losses)
         self._spikes = 0
+
+    @property
+    def losses(self) -> list[float]:
+        """What the next loss is compared with, in nats."""
+        return self._calm
 
     @property
     def calm(self) -> bool:

@@ -59,6 +59,14 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
     return settings.model_copy(update={"teacher": teacher})
 
 
+def digest_of(teacher: str | None) -> str | None:
+    """That of the teacher's files, so that a resumed run learns from the same one; None where it has no safetensors."""
+    try:
+        return Checkpoint.open(teacher).digest() if teacher else None
+    except HeadfoldError:
+        return None
+
+
 class Teacher:
     """A frozen model that is asked for its logits a chunk of positions at a time.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.load import load_tokenizer
+from ...checkpoint.publish import remove_siblings
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...checkpoint.weights import safetensors_name
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files, require_space
@@ -22,6 +22,7 @@ from ..serving import ignored_by
 from ..verify import verify
 from .checkpoint import RewrittenCheckpoint
 
+_REWRITTEN = ".rewritten-"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model")
 _SAMPLE = "Hello world,  it's 2024!\n\tdef f(x):\n        return [x_1, 'e\u0301', \"漢字\"] 🙂 <|endoftext|>"
 """Where tokenizers of one vocabulary differ: runs of spaces, code, letters in two parts, special tokens."""
@@ -67,11 +68,10 @@ def loadable(checkpoint: Checkpoint, out: Path) -> Iterator[Checkpoint]:
     if not isinstance(checkpoint, RewrittenCheckpoint):
         yield checkpoint
         return
-    near, prefix = out.absolute().parent, f".{out.name}.rewritten-"
+    near = out.absolute().parent
     near.mkdir(parents=True, exist_ok=True)
-    for left_over in near.glob(f"{prefix}*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=near) as scratch:
+    remove_siblings(out, _REWRITTEN)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}{_REWRITTEN}", dir=near) as scratch:
         yield replace(checkpoint, scratch=Path(scratch))
 
 

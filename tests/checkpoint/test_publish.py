@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from pathlib import Path
 
 import pytest
 from headfold.checkpoint.publish import publishing
@@ -97,3 +98,26 @@ def test_records_accumulate_and_damaged_ones_count_as_none(tmp_path):
     assert last_entry(second, "eval") is None
     (second / "headfold.json").write_text("{")
     assert read_record(second)["history"] == []
+
+
+def test_a_name_with_glob_characters_matches_itself_and_nothing_else(tmp_path):
+    out, others = tmp_path / "m[ab]", tmp_path / ".ma.replaced-x"
+    others.mkdir()
+    for content in ("1", "2"):
+        with publishing(out, overwrite=True) as folder:
+            (folder / "a").write_text(content)
+    assert (out / "a").read_text() == "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ma.replaced-x", "m[ab]"]
+
+
+def test_the_working_folder_cannot_be_the_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out in (Path(), tmp_path, tmp_path.parent):
+        with pytest.raises(UsageError, match="cannot be replaced"), publishing(out, overwrite=True):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_entries_of_a_record_that_are_none_are_passed_over(tmp_path):
+    (tmp_path / "headfold.json").write_text('{"schema": 1, "history": ["x", {"step": "convert"}]}')
+    assert read_record(tmp_path)["history"] == [{"step": "convert"}]

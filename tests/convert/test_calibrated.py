@@ -151,3 +151,10 @@ def test_rescale_is_an_option_of_aligned(tiny_checkpoint, tmp_path, capfd):
     assert entry is not None
     assert entry["method"] == "aligned+rescale"
     assert not (tmp_path / "folded").exists()
+
+
+def test_statistics_inside_the_output_are_refused_before_any_text_is_read(plan, text_file, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="would lie in"):
+        convert_calibrated(plan(), out, text(text_file, statistics=out / "moments.safetensors"))
+    assert not out.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,19 @@ def test_an_index_that_leaves_the_folder_is_refused(model: Any, tmp_path: Path) 
     (source / BIN_INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="inside the folder"):
         Checkpoint.open(source)
+
+
+def test_a_pickle_that_was_compressed_afterwards_is_refused(model: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    model.config.save_pretrained(source)
+    torch.save(model.state_dict(), tmp_path / "plain.bin")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.bin") as plain,
+        zipfile.ZipFile(source / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(HeadfoldError, match=r"compressed|damaged"):
+        convert_checkpoint(source, tmp_path / "out", groups=2)
+    assert not (tmp_path / "out").exists()

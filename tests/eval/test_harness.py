@@ -9,7 +9,7 @@ import torch
 from eval_models import WORDS, tiny_llama, word_tokenizer
 from headfold.errors import DataError, UsageError
 from headfold.eval.compare import compare
-from headfold.eval.harness import TaskSettings, find_tasks
+from headfold.eval.harness import TaskSettings, _rows, find_tasks, task_identity
 from headfold.eval.settings import EvalSettings
 
 CHOICES = ["sat", "dog"]
@@ -92,3 +92,28 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, task):
     with pytest.raises(UsageError) as refused:
         find_tasks(TaskSettings((str(task),)))
     assert "headfold[harness]" in refused.value.hint
+
+
+def test_filters_are_measures_of_their_own_and_what_is_no_mean_is_left_out(capfd):
+    """As lm-eval logs gsm8k (a sample for each filter) and lambada (log-likelihoods under the name of a perplexity)."""
+    samples = [
+        {"doc_id": n, "filter": name, "exact_match": float(right), "perplexity": -2.0 - n, "metrics": metrics}
+        for name, rights in (("strict", (0, 0, 1)), ("flexible", (0, 1, 1)))
+        for n, right in enumerate(rights)
+        for metrics in [["exact_match", "perplexity"]]
+    ]
+    totals = {"exact_match,strict": 1 / 3, "exact_match,flexible": 2 / 3, "perplexity,strict": 20.1}
+    results = {"results": {"task": totals}, "higher_is_better": {"task": {"exact_match": True, "perplexity": False}}}
+    rows = _rows("task", samples, results)
+    assert {row.measure: row.values for row in rows} == {
+        "exact_match (strict)": [0, 0, 1],
+        "exact_match (flexible)": [0, 1, 1],
+    }
+    assert "perplexity (strict)" in capfd.readouterr().err
+
+
+def test_an_edited_task_file_is_another_task(task):
+    before = task_identity(TaskSettings((str(task),)))
+    assert before == task_identity(TaskSettings((str(task),)))
+    task.write_text(task.read_text() + "# a change\n")
+    assert task_identity(TaskSettings((str(task),))) != before

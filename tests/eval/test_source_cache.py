@@ -74,3 +74,23 @@ def test_a_damaged_entry_is_measured_again(run, models, tmp_path, capsys):
     assert loaded == ["source", "one"]
     assert "measured again" in capsys.readouterr().err
     assert json.dumps(found)
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_a_cache_that_came_since(run, models, monkeypatch):
+    """The scores that lie there have rows for the source's logits, which a comparison from the cache has not."""
+    expected, _ = run([models[0], models[1]], source_cache=None)
+    monkeypatch.setattr(runner.Runner, "_time", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run([models[0], models[1]], source_cache=None)
+    monkeypatch.undo()
+    run([models[0], models[2]])
+    monkeypatch.setattr(runner.Runner, "_time", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run([models[0], models[1]])
+    monkeypatch.undo()
+    found, _ = run([models[0], models[1]])
+    assert found["models"][1]["nll_nats"] == expected["models"][1]["nll_nats"]
+
+
+def _interrupted(*_arguments: object) -> None:
+    raise KeyboardInterrupt

@@ -159,3 +159,17 @@ def test_chunks_are_as_large_as_is_granted_and_never_tiny(monkeypatch):
     assert headloss.chunk_size(4096, cpu) == 1024
     assert headloss.chunk_size(128_000, cpu) == 256
     assert headloss.chunk_size(256_000, gpu) == 262
+
+
+def test_a_lesson_without_positions_adds_nothing():
+    """A micro-batch of one-token documents that are kept apart; the next one counts as always."""
+    model = tiny_model("llama")
+    teach_in_chunks(model)
+    empty = Lesson(Objective(), torch.zeros_like(KEEP), TARGETS[:0])
+    sums = model(lesson=empty, input_ids=IDS, use_cache=False)
+    sums.loss.backward()
+    assert [float(one) for one in sums] == [0, 0, 0]
+    assert grads(model).keys() == {name for name, _ in model.named_parameters()}
+    assert not any(bool(grad.any()) for grad in grads(model).values())
+    teach(model)
+    assert bool(grads(model)["lm_head.weight"].any())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from headfold.errors import HeadfoldError, TrainingError
+from headfold.errors import HeadfoldError, Interrupted, TrainingError
 from headfold.uptrain import loop, state
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.step import SpikeGuard
@@ -116,3 +118,26 @@ def test_the_guard_needs_something_to_compare_with_and_can_be_switched_off():
     for step, loss in enumerate([2.0] * 30 + [90.0] * 5):
         off.see(step, loss)
     assert off.calm
+
+
+def test_a_run_stopped_in_a_spike_keeps_the_save_before_it_and_what_it_compares_with(
+    tiny_checkpoint, settings, tmp_path, monkeypatch
+):
+    wanted, out = settings(steps=40, save_every=22), tmp_path / "out"
+    real = loop.Stepper.__call__
+
+    def spiking(self, step, batch):
+        result = real(self, step, batch)
+        if step == 24:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dataclasses.replace(result, loss=result.loss + 100) if step >= 24 else result
+
+    monkeypatch.setattr(loop.Stepper, "__call__", spiking)
+    with pytest.raises(Interrupted, match="at step 25 of 40; not saved"):
+        uptrain_checkpoint(tiny_checkpoint, out, wanted)
+    saves = list((tmp_path / "out.training").glob("step-*"))
+    assert [save.name for save in saves] == ["step-00000022"]
+    assert len(json.loads((saves[0] / "complete.json").read_text())["losses"]) == 22
+    monkeypatch.setattr(loop.Stepper, "__call__", lambda *given: dataclasses.replace(real(*given), loss=100.0))
+    with pytest.raises(TrainingError, match="At step 25"):  # at once, not after twenty losses more
+        uptrain_checkpoint(tiny_checkpoint, out, wanted)

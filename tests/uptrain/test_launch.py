@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from headfold import recipes
@@ -47,13 +48,102 @@ def test_the_slurm_script_is_a_script():
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("a: 1", "no launch config"), ("[", "no launch config"), ("num_processes: 2\ndistributed_type: FSDP", "first")],
+    [
+        ("a: 1", "no launch config.*num_processes is None"),
+        ("[", "no launch config.*YAML"),
+        ("# Headfold\n\nSome text.", "no launch config.*no names"),
+        ("num_processes: 0\ndistributed_type: FSDP", "num_processes is 0"),
+        ("num_processes: .inf\ndistributed_type: FSDP", "num_processes is inf"),
+        ("num_processes: 1\ndistributed_type: NO", "distributed_type is False"),  # YAML's NO without quotes
+        ("num_processes: 1\ndistributed_type: some", "distributed_type is 'some'"),
+        ("num_processes: 2\ndistributed_type: FSDP\nfsdp_config: text", "fsdp_config is 'text'"),
+        ("num_processes: 2\ndistributed_type: FSDP", "first"),
+    ],
 )
 def test_what_is_no_launch_config_is_refused(content, says, tmp_path):
     file = tmp_path / "launch.yaml"
     file.write_text(content)
     with pytest.raises(UsageError, match=says):
         read_layout(file)
+    with pytest.raises(UsageError, match=says):
+        find_launch(str(file))
+
+
+def test_a_bad_launch_config_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    from headfold.recipes import run
+    from headfold.recipes.command import run as run_command
+    from headfold.uptrain.command import uptrain as uptrain_command
+
+    def started(*arguments, **named):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(launching, "launch", started)
+    monkeypatch.setattr(run, "run_recipe", started)
+    file = tmp_path / "README.md"
+    file.write_text("# Headfold\n")
+    with pytest.raises(UsageError, match="no launch config"):
+        called(run_command, "demo", "-o", str(tmp_path / "out"), "--launch", str(file))
+    options = ["checkpoint", "-o", str(tmp_path / "out"), "--data", "x", "--launch"]
+    with pytest.raises(UsageError, match="no launch config"):
+        called(uptrain_command, *options, str(file))
+    with pytest.raises(AssertionError):  # a good one is
+        called(uptrain_command, *options, "ddp-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dry-run", "--device-memory", "nan"], "--device-memory nan"),
+        (["--dry-run", "--device-memory", "inf"], "--device-memory inf"),
+        (["--dry-run", "--device-memory", "0"], "--device-memory 0"),
+        (["--teacher", "x", "--no-teacher"], "contradict"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, says):
+    from headfold.uptrain.command import uptrain as uptrain_command
+
+    with pytest.raises(UsageError, match=says):
+        called(uptrain_command, "checkpoint", "-o", "out", "--data", "x", *options)
+
+
+def called(command, *arguments: str) -> None:
+    """A command as the command line calls it."""
+    import typer
+
+    app = typer.Typer()
+    app.command()(command)
+    app(list(arguments), standalone_mode=False)
+
+
+SRUN = """#!/bin/bash
+echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > timeout
+trap 'sleep 0.3; touch saved; exit 1' TERM
+touch ready
+for _ in $(seq 100); do sleep 0.1; [ -e fail ] && exit 1; done
+"""
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_slurm_script_queues_a_stopped_run_again_and_no_failed_one(stopped, tmp_path):
+    """Under bash, with an srun whose launcher ends with 1 in both cases, as torchrun's does."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued\ntrue\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HEADFOLD_LAUNCH": "x", "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a",
+    }  # fmt: skip
+    script = CONFIGS[0].with_name("slurm.sh")
+    job = subprocess.Popen(["bash", str(script), "x"], cwd=tmp_path, env=environment)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    if stopped:
+        job.terminate()
+    else:
+        (tmp_path / "fail").touch()
+    assert job.wait(30) == 1
+    assert (tmp_path / "saved").exists() == (tmp_path / "requeued").exists() == stopped
+    assert (tmp_path / "timeout").read_text() == os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600") + "\n"
 
 
 def test_an_unknown_launch_config_names_the_shipped_ones():
@@ -154,6 +244,39 @@ def test_gq086_a_signal_goes_on_to_the_processes_and_has_its_own_exit_code(fake_
         launching.launch(Path("some.yaml"), [])
     assert stopped.value.exit_code == 75
     assert (folder / "saved").exists()
+
+
+CHILD = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+def stop(*_):
+    here.joinpath("signalled").write_text(""); time.sleep(0.7); here.joinpath("saved").write_text(""); sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+here.joinpath("partial").write_text(str(os.getpid())); here.joinpath("partial").rename(here / "ready")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_gq086_the_launcher_of_one_process_leaves_no_orphan(number, tmp_path, monkeypatch):
+    """accelerate's own launcher, which passes no signal on, and a child in the place of headfold."""
+    import threading
+
+    (tmp_path / "headfold.py").write_text(CHILD)
+    monkeypatch.chdir(tmp_path)  # `python -m` looks here first
+
+    def stop_when_ready():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop_when_ready, daemon=True).start()
+    with pytest.raises(HeadfoldError) as stopped:
+        launching.launch(find_launch("one-gpu"), [str(tmp_path)])
+    assert stopped.value.exit_code == 75
+    assert (tmp_path / "saved").exists()
+    child = int((tmp_path / "ready").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_operations_and_memory_of_a_known_model():

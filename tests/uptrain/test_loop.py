@@ -164,6 +164,23 @@ def test_another_checkpoint_or_text_does_not_continue_a_run(tiny_checkpoint, set
         uptrain_checkpoint(source, tmp_path / "out", wanted)
 
 
+def test_another_teacher_does_not_continue_a_run(tiny_checkpoint, settings, tmp_path, cut_power):
+    import shutil
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_checkpoint, teacher)
+    wanted = settings(teacher=str(teacher))
+    cut_power(6, tiny_checkpoint, tmp_path / "out", wanted)
+    original = (teacher / "model.safetensors").read_bytes()
+    changed = {name: tensor.clone() for name, tensor in weights(teacher).items()}
+    changed["model.norm.weight"][0] += 1
+    save_file(changed, teacher / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="whose teacher had other contents"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
+    (teacher / "model.safetensors").write_bytes(original)
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
+
+
 def test_a_restart_that_is_refused_keeps_the_saves(tiny_checkpoint, settings, tmp_path):
     save = tmp_path / "out.training" / "step-00000005"
     save.mkdir(parents=True)
