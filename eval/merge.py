@@ -15,7 +15,7 @@ from .tradeoff import RESULTS_NAME as SWEEP_NAME
 from .tradeoff import read_sweep
 
 Result = dict[str, Any]
-_SAME = ("ids_sha256", "window", "stride", "dtype", "device", "vocab")
+_SAME = ("ids_sha256", "window", "stride", "dtype", "device", "vocab", "attention", "decode", "needle")
 
 
 def gather(paths: Sequence[Path]) -> Result:
@@ -64,7 +64,7 @@ def _refuse_unlike(first: Result, second: Result, first_path: Path, second_path:
         names = ", ".join("tokens scored" if name == "ids_sha256" else name for name in unlike)
         raise UsageError(
             f"{first_path} and {second_path} cannot be put together: {names} differ.",
-            "Report each alone, or evaluate again with the same source, --data, --tokens and --window.",
+            "Report each alone, or evaluate again with the same source and options.",
         )
 
 

@@ -65,7 +65,8 @@ def test_what_cannot_be_compared_is_not_merged(run, models, tmp_path):
 
     write()
     assert len(gather([first, second])["models"]) == 2
-    unlike = {"window": 16, "stride": 3, "dtype": "bfloat16", "device": "cuda", "vocab": 31}
+    unlike = {"window": 16, "stride": 3, "dtype": "bfloat16", "device": "cuda", "vocab": 31, "attention": "eager"}
+    unlike |= {"decode": {"repeats": 9}, "needle": {"passages": 9}}
     for name, value in unlike.items():
         write(**{name: value})
         with pytest.raises(UsageError, match=f"{name} differ"):
