@@ -24,6 +24,16 @@ _VARIABLES = {
     "#060606": "--uptrained",
     "#070707": "--other",
 }
+_ON_WHITE = {
+    "#010101": "#1a2027",
+    "#020202": "#59636e",
+    "#030303": "#dde2e7",
+    "#040404": "#59636e",
+    "#050505": "#b4500b",
+    "#060606": "#0a63b0",
+    "#070707": "#7a3fa0",
+}
+"""The same in a picture, which has no style sheet."""
 INK, MUTED, LINE = "#010101", "#020202", "#030303"
 SERIES = ("#050505", "#060606", "#070707", "#040404")
 """Colours for curves that stand for no model."""
@@ -163,3 +173,19 @@ def svg_of(figure: Figure, name: str) -> str:
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return text
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as a picture for slides and documents, in the light colours of the page."""
+    from matplotlib.colors import to_hex
+
+    figure.patch.set(alpha=1, facecolor="white")
+    for artist in figure.findobj():
+        for kind in ("color", "edgecolor", "markeredgecolor", "markerfacecolor"):
+            found = getattr(artist, f"get_{kind}", lambda: None)()
+            shown = _ON_WHITE.get(to_hex(found)) if isinstance(found, (str, tuple)) and len(found) > 2 else None
+            if shown is not None:
+                getattr(artist, f"set_{kind}")(shown)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    return buffer.getvalue()

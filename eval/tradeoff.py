@@ -1,4 +1,4 @@
-"""The trade-off of a sweep: perplexity against KV-cache bytes, as a table and one self-contained page."""
+"""The trade-off of a sweep: perplexity against KV-cache bytes, as a table, one self-contained page and a picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from .drawing import (
@@ -18,12 +18,16 @@ from .drawing import (
     new_figure,
     perplexity_scale,
     plain_ticks,
+    png_of,
     svg_of,
 )
 from .page import render
 from .wording import change, number
 
-RESULTS_NAME, PAGE_NAME = "sweep.json", "sweep.html"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS_NAME, PAGE_NAME, PICTURE_NAME = "sweep.json", "sweep.html", "sweep.png"
 _MARKERS = "osD^vP*X"
 
 
@@ -75,7 +79,7 @@ COLUMNS = ("method", "groups", "KV bytes per token", "perplexity", "95 % interva
 
 
 def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, Any]) -> None:
-    """Write ``sweep.json`` and ``sweep.html`` into an existing folder.
+    """Write ``sweep.json``, ``sweep.html`` and ``sweep.png`` into an existing folder.
 
     Args:
         details: how it was measured, a few named values for the page and the JSON.
@@ -86,10 +90,22 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
     half_written.replace(folder / RESULTS_NAME)
     page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))
     (folder / PAGE_NAME).write_text(page, encoding="utf-8")
+    (folder / PICTURE_NAME).write_bytes(png_of(_tradeoff_figure(rows)))
 
 
 def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
-    """Perplexity against KV-cache bytes, a curve per method, both axes logarithmic."""
+    """Perplexity against KV-cache bytes for a page."""
+    spoken = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
+    return Plot(
+        "What each number of KV heads costs",
+        "Before any uptraining; down and to the left is better. Dashed: the source.",
+        svg_of(_tradeoff_figure(rows), "tradeoff"),
+        f"Perplexity against KV-cache bytes per token. {spoken}.",
+    )
+
+
+def _tradeoff_figure(rows: Sequence[SweepRow]) -> Figure:
+    """A curve per method, both axes logarithmic."""
     figure, axes = new_figure(4.4)
     source = next(row for row in rows if row.method == "source")
     values = [row.perplexity for row in rows]
@@ -104,13 +120,7 @@ def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
     plain_ticks(axes, "x", sorted({row.cache_bytes_per_token for row in rows}), lambda size: f"{size:,.0f}")
     perplexity_scale(axes, "y", values)
     name_axes(figure, axes, "KV-cache bytes per token", "perplexity before uptraining")
-    spoken = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
-    return Plot(
-        "What each number of KV heads costs",
-        "Before any uptraining; down and to the left is better. Dashed: the source.",
-        svg_of(figure, "tradeoff"),
-        f"Perplexity against KV-cache bytes per token. {spoken}.",
-    )
+    return figure
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from headfold.convert.calibrated import Calibration
 from headfold.errors import UsageError
 from headfold.recipes import sweep as sweep_module
 from headfold.recipes.sweep import SweepSettings, sweep
+from matplotlib.image import imread
 
 
 @pytest.fixture
@@ -43,6 +44,9 @@ def test_every_method_is_measured_at_every_number_of_groups(tiny_checkpoint, set
     assert page.read_text().count("<tr>") == 1 + len(found)
     assert page.read_text().count("<svg") == 1
     assert "http" not in page.read_text().replace("http-equiv", "")
+    picture = (255 * imread(page.with_name("sweep.png"))[..., :3]).round().astype(int).reshape(-1, 3).tolist()
+    assert [255, 255, 255] in picture
+    assert [0xB4, 0x50, 0x0B] in picture  # the first curve, in the colour that the page gives it in daylight
 
 
 def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, settings, tmp_path, monkeypatch):
