@@ -33,10 +33,28 @@ _WIKITEXT_TITLE = re.compile(r"^ = [^=].*[^=] = *$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
-    """One text that stands alone: a module, an article, a record."""
+    """One text that stands alone: a module, an article, a record; ``target`` is what is to be written of it."""
 
     name: str
     text: str
+    target: str | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All that a hash must cover."""
+        return (self.name, self.text) if self.target is None else (self.name, self.text, self.target)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Fields of a record: its text, and the target where there is one. A dot leads further in: ``translation.en``."""
+
+    text: str = "text"
+    target: str | None = None
+
+
+TEXT = Columns()
+"""The text alone, from the column of that name."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ class Corpus:
         """Hash over names and texts, in order; reads the corpus once."""
         digest = hashlib.sha256()
         for document in self:
-            for part in (document.name, document.text):
+            for part in document.parts:
                 encoded = part.encode("utf-8", "surrogatepass")
                 digest.update(len(encoded).to_bytes(8, "little") + encoded)
         return digest.hexdigest()
@@ -74,15 +92,17 @@ class Corpus:
         return known if self.streamed else {**known, "sha256": self.sha256}
 
 
-def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
+def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) -> Corpus:
     """Open a corpus by name.
 
     Args:
         spec: ``NAME`` or ``NAME#SPLIT``, see the module's text.
         default_split: taken where ``spec`` names none; files have no splits and are taken whole.
+        columns: of its records.
 
     Raises:
-        UsageError: no such file, an unknown split, or a name that is neither file nor data set.
+        UsageError: no such file, an unknown split, a name that is neither file nor data set, or columns of a text that
+            has none.
         DataError: the corpus holds no text.
     """
     name, _, split = spec.partition("#")
@@ -90,6 +110,7 @@ def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
         raise UsageError(f"The corpus name {spec!r} is empty.", "Try --data stdlib, or the path of a text file.")
     path = Path(name).expanduser()
     if name == "stdlib":
+        _refuse_columns(name, columns)
         corpus = _open_stdlib(split or default_split)
     elif path.exists():
         if split:
@@ -97,16 +118,24 @@ def open_corpus(spec: str, default_split: str = TRAIN) -> Corpus:
                 f"{name} is a file or folder, which has no split {split!r}.",
                 "Keep evaluation text in a file of its own and name that file.",
             )
-        corpus = _open_files(path)
+        corpus = _open_files(path, columns)
     elif path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~")):
         raise UsageError(f"There is no text file at {name}.", "Check the path given to --data.")
     else:
-        corpus = _open_dataset(name, split or default_split)
+        corpus = _open_dataset(name, split or default_split, columns)
     if not any(document.text.strip() for document in corpus):
         raise DataError(
             f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document."
         )
     return corpus
+
+
+def _refuse_columns(name: str, columns: Columns) -> None:
+    if columns != TEXT:
+        raise UsageError(
+            f"{name} is plain text and has no columns.",
+            "Name columns of a .jsonl or .parquet file, or of a datasets id.",
+        )
 
 
 def _open_stdlib(split: str) -> Corpus:
@@ -147,7 +176,7 @@ def _stdlib_split(module: str) -> str:
     return HELDOUT if int(_path_hash(module)[-8:], 16) % _HELDOUT_SHARE == 0 else TRAIN
 
 
-def _open_files(path: Path) -> Corpus:
+def _open_files(path: Path, columns: Columns) -> Corpus:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXT_SUFFIXES and file.is_file())
@@ -155,18 +184,23 @@ def _open_files(path: Path) -> Corpus:
             raise DataError(
                 f"The folder {path} holds no text file.", f"Known endings: {', '.join(sorted(_TEXT_SUFFIXES))}."
             )
+    for file in files:
+        if file.suffix not in _RECORDS:
+            _refuse_columns(str(file), columns)
 
     def read() -> Iterator[Document]:
         for file in files:
-            yield from _read_file(file)
+            yield from _read_file(file, columns)
 
     return Corpus(str(path), "local file" if path.is_file() else "local folder", read)
 
 
-def _read_file(file: Path) -> Iterator[Document]:
-    readers = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".parquet": _read_parquet}
+def _read_file(file: Path, columns: Columns) -> Iterator[Document]:
     try:
-        yield from readers.get(file.suffix, _read_plain)(file)
+        if file.suffix in _RECORDS:
+            yield from _RECORDS[file.suffix](file, columns)
+        else:
+            yield from _read_plain(file)
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{file} cannot be read as UTF-8 text: {problem}.", "Re-save it as UTF-8.") from problem
 
@@ -182,7 +216,7 @@ def _read_plain(file: Path) -> Iterator[Document]:
         yield Document(f"{file.name}#{index}", text[start:end])
 
 
-def _read_json_lines(file: Path) -> Iterator[Document]:
+def _read_json_lines(file: Path, columns: Columns) -> Iterator[Document]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -193,10 +227,10 @@ def _read_json_lines(file: Path) -> Iterator[Document]:
                 raise DataError(
                     f"Line {number} of {file} is no JSON: {problem.msg}.", "Each line must be one JSON object."
                 ) from problem
-            yield Document(f"{file.name}#{number}", _text_of(record, f"line {number} of {file}"))
+            yield _document(f"{file.name}#{number}", record, columns, f"line {number} of {file}")
 
 
-def _read_parquet(file: Path) -> Iterator[Document]:
+def _read_parquet(file: Path, columns: Columns) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
@@ -207,19 +241,36 @@ def _read_parquet(file: Path) -> Iterator[Document]:
     number = 0
     for batch in table.iter_batches(batch_size=1024):
         for record in batch.to_pylist():
-            yield Document(f"{file.name}#{number}", _text_of(record, f"row {number} of {file}"))
+            yield _document(f"{file.name}#{number}", record, columns, f"row {number} of {file}")
             number += 1
 
 
-def _text_of(record: Any, where: str) -> str:
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f"There is no text in {where}.", "Each record needs a field 'text' that holds a string.")
+_RECORDS: dict[str, Callable[[Path, Columns], Iterator[Document]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json_lines,
+    ".parquet": _read_parquet,
+}
+
+
+def _document(name: str, record: Any, columns: Columns, where: str) -> Document:
+    target = None if columns.target is None else _field(record, columns.target, where)
+    return Document(name, _field(record, columns.text, where), target)
+
+
+def _field(record: Any, column: str, where: str) -> str:
+    """The string in a column; a column of this very name goes before one that its dots lead to."""
+    found = record.get(column) if isinstance(record, dict) else None
+    if found is None:
+        found = record
+        for part in column.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+    if not isinstance(found, str):
+        raise DataError(f"There is no text in {where}.", f"Each record needs a field {column!r} that holds a string.")
     # half a surrogate pair is legal in JSON, and no tokenizer takes it
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return found.encode("utf-8", "replace").decode("utf-8")
 
 
-def _open_dataset(name: str, split: str) -> Corpus:
+def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
     """A ``datasets`` id, streamed; ``heldout`` means its validation split."""
     import datasets
 
@@ -237,7 +288,7 @@ def _open_dataset(name: str, split: str) -> Corpus:
     def read() -> Iterator[Document]:
         try:
             for number, record in enumerate(stream):
-                yield Document(f"{path}#{number}", _text_of(record, f"record {number} of {name}"))
+                yield _document(f"{path}#{number}", record, columns, f"record {number} of {name}")
         except OSError as problem:
             raise DataError(f"The data set {name} broke off: {problem}", "Check the network; try again.") from problem
 

@@ -84,13 +84,13 @@ def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     began = time.monotonic()
     start = options.model if row.groups is None else converted(options, row)
     trained = options.out / key
-    teacher = ["--teacher", str(options.model)] if row.teacher else ["--no-teacher"]
+    taught = ["--teacher", str(options.model), "--distillation-weight", str(options.weight)]
+    teacher = taught if row.teacher else ["--no-teacher"]
     headfold(
         "uptrain", str(start), "-o", str(trained), "--data", "stdlib", "--fraction", str(share), "--pretraining-tokens",
         str(pretraining_tokens(options.model)), "--lr", str(options.teacher_lr if row.teacher else options.lr),
-        "--final-learning-rate", str(options.final), "--schedule", options.schedule, "--distillation-weight",
-        str(options.weight), "--eval-data", "stdlib", "--eval-tokens", str(options.eval_tokens), "--seed", "0",
-        "--tracker", "none", *teacher,
+        "--final-learning-rate", str(options.final), "--schedule", options.schedule, "--eval-data", "stdlib",
+        "--eval-tokens", str(options.eval_tokens), "--seed", "0", "--tracker", "none", *teacher,
     )  # fmt: skip
     lines = [json.loads(line) for line in (trained / "headfold_metrics.jsonl").read_text().splitlines()]
     points = [line["perplexity"] for line in lines if line["kind"] == "eval"]

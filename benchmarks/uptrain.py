@@ -98,11 +98,12 @@ def batches(options: argparse.Namespace) -> Any:
 
     from headfold.checkpoint.load import load_tokenizer
     from headfold.corpus import Encoder, open_corpus
+    from headfold.uptrain.exercise import NextToken
     from headfold.uptrain.mixture import Mixture, Part
 
     corpus = open_corpus("stdlib#train")
     few = replace(corpus, read=lambda: islice(corpus.read(), 60))
-    stream = Mixture([Part(few, 1.0)], Encoder(load_tokenizer(BUNDLED)), block=options.block, seed=0)
+    stream = Mixture([Part(few, 1.0)], NextToken(Encoder(load_tokenizer(BUNDLED)), block=options.block, seed=0))
     return [stream.next_batch(options.batch, rank=0, processes=1) for _ in range(options.steps + 2)]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeadfoldError
+from .modelling import OWN_TYPES
 from .record import RECORD_NAME, read_record
 
 CARD_NAME = "README.md"
@@ -87,9 +88,10 @@ def _text(
         f"# {converted.get('model_type', 'Model')}, KV heads: {converted.get('kv_heads', 'as in its source')}",
         "",
         f"Made from {source} by headfold: KV heads that several query heads share "
-        "([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), so that the KV cache is smaller. It loads like any "
-        "checkpoint of its type; nothing else needs to be installed.",
+        "([Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)), so that the KV cache is smaller. "
+        + _how_it_loads(str(converted.get("model_type"))),
         "",
+        *_rewritten(history),
         "## How it was made",
         "",
         *(line for entry in history for line in _step(entry)),
@@ -100,6 +102,28 @@ def _text(
     if has_source_card:
         lines += ["", f"The card of the source is kept in [{SOURCE_CARD_NAME}]({SOURCE_CARD_NAME})."]
     return "\n".join(lines) + "\n"
+
+
+def _how_it_loads(model_type: str) -> str:
+    own = OWN_TYPES.get(model_type)
+    if own is None:
+        return "It loads like any checkpoint of its type; nothing else needs to be installed."
+    return (
+        f"Its model class is in `{own.file_name}` beside the weights, so load it with "
+        f"`{own.auto_class}.from_pretrained(…, trust_remote_code=True)`; nothing else needs to be installed."
+    )
+
+
+def _rewritten(history: list[dict[str, Any]]) -> list[str]:
+    """That the source was of another type, and where the result runs."""
+    found = next((entry["rewrite"] for entry in reversed(history) if entry.get("rewrite")), None)
+    if found is None:
+        return []
+    return [
+        f"The class of its source, `{found['from']}`, cannot hold fewer KV heads than query heads, so it is written as "
+        f"`{found['to']}` (`{found['class']}`), which computes the same. {found['runs']} {found['fails']}",
+        "",
+    ]
 
 
 _SHOWN = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
+from .modelling import OwnType, admit, is_ours, own_type
 
 
 def load_causal_lm(
@@ -17,7 +19,30 @@ def load_causal_lm(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """``AutoModelForCausalLM.from_pretrained`` whose every weight really comes from the checkpoint.
+    """:func:`load_language_model` for what works on models without an encoder alone.
+
+    Raises:
+        UnsupportedError: the checkpoint is an encoder-decoder.
+    """
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    if _writes_from_another_text(config):
+        raise UnsupportedError(
+            f"{folder} is an encoder-decoder ({config.model_type}), and this needs a model without an encoder.",
+            "`headfold uptrain` and `headfold eval` take encoder-decoders.",
+        )
+    return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+
+
+def load_language_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """``from_pretrained`` of the Auto class for the checkpoint, whose every weight really comes from the checkpoint.
+
+    ``AutoModelForSeq2SeqLM`` for an encoder-decoder, else ``AutoModelForCausalLM``.
 
     Args:
         folder: checkpoint folder or hub id.
@@ -28,24 +53,19 @@ def load_causal_lm(
         CheckpointError: the class finds no weights, or weights are missing or have the wrong shape
             (transformers would fill them with random numbers and go on).
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    own = _brought(folder, trust_remote_code)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loader: Any = _auto_class(config) if own is None else _brought_class(own, own.auto_class, folder)
+        loaded: Any = loader.from_pretrained(
             folder,
             dtype=dtype,
             device_map=device_map,
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again."
-        ) from problem
+    except _FAULTS as problem:
+        raise _cannot_load(folder, problem) from problem
     model, report = loaded
     wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
     if wrong:
@@ -57,6 +77,115 @@ def load_causal_lm(
     return model
 
 
+def blank_language_model(
+    folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> Any:
+    """A model of the checkpoint's class with new weights, from its config.json alone; under ``meta`` with none.
+
+    Raises:
+        CheckpointError: there is no config.json, or none that describes a language model.
+    """
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    try:
+        return _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except _FAULTS as problem:
+        raise _cannot_load(folder, problem) from problem
+
+
+def load_seq2seq_lm(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """:func:`load_language_model` for what works on encoder-decoders alone.
+
+    Raises:
+        UnsupportedError: the checkpoint has no encoder.
+    """
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    if not _writes_from_another_text(config):
+        raise UnsupportedError(f"{folder} ({config.model_type}) is no encoder-decoder, and this needs one.")
+    return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+
+
+def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The checkpoint's config as transformers, or a class of our own, reads it.
+
+    Raises:
+        CheckpointError: there is none, or none that can be read.
+        UnsupportedError: it is of a type of our own, with a file that is not ours.
+    """
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    own = _brought(folder, trust_remote_code)
+    try:
+        if own is not None:
+            return _brought_class(own, "AutoConfig", folder).from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except _FAULTS as problem:
+        raise _cannot_load(folder, problem) from problem
+
+
+def _brought(folder: str | Path, trust_remote_code: bool) -> OwnType | None:
+    """The type of our own whose code the checkpoint brings in another form, where that may run; else get ready for it.
+
+    Once a type is registered, the Auto classes run this package's code in place of the checkpoint's.
+    """
+    config = _config_json(folder)
+    own = own_type(config)
+    if own is not None and trust_remote_code and not is_ours(own, Path(folder)):
+        return own
+    admit(config, Path(folder))
+    return None
+
+
+def _brought_class(own: OwnType, auto_class: str, folder: str | Path) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(own.auto_map[auto_class], str(folder))
+
+
+def _config_json(folder: str | Path) -> dict[str, Any]:
+    """config.json of a folder; empty where there is none, as for a hub id."""
+    try:
+        content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+_FAULTS = (OSError, ValueError, RuntimeError, KeyError)
+"""What transformers raises over a checkpoint that is damaged or unknown to it."""
+
+
+def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
+    reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    return CheckpointError(f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again.")
+
+
+def _writes_from_another_text(config: Any) -> bool:
+    """An encoder-decoder; some decoders of a pair that stand alone carry the mark of the whole, but no such class."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    if not getattr(config, "is_encoder_decoder", False):
+        return False
+    return type(config) in AutoModelForSeq2SeqLM._model_mapping or _SEQ2SEQ in (getattr(config, "auto_map", None) or {})
+
+
+_SEQ2SEQ = "AutoModelForSeq2SeqLM"
+
+
+def _auto_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if _writes_from_another_text(config) else AutoModelForCausalLM
+
+
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The checkpoint's own tokenizer.
 
@@ -65,6 +194,8 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
     """
     from transformers import AutoTokenizer
 
+    if not trust_remote_code:
+        admit(_config_json(folder), Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as problem:

@@ -16,13 +16,12 @@ from ..errors import CheckpointError, UnsupportedError
 from .changes import Change, Numbers, changed_parameters
 from .heads import Rotary
 from .layouts import Stored
-from .rewritable import norms_keys, reason_against_rewriting
+from .places import places
+from .rewritable import OUTPUTS, QUERIES, norms_keys, reason_against_rewriting
 from .rotary import rotary_of
 from .shapes import memory_names, split_names
 
 _FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-"""Names that classes give to the projection that takes the heads' outputs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class Block:
         kv_heads: KV heads of this block (some types have two kinds of layers).
         reads: the submodule whose input is the block's input, for example ``q_proj``.
         stored: every tensor that follows the number of KV heads, and how heads lie in it.
+        followers: tensors with a part for every query head, which go along when heads change places.
+        fixed: None when heads may change places, else the reason why not.
     """
 
     layer: int
@@ -62,6 +63,8 @@ class Block:
     kv_heads: int
     reads: str
     stored: tuple[Stored, ...]
+    followers: tuple[Stored, ...] = ()
+    fixed: str | None = None
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -121,7 +124,7 @@ def refuse_left_behind(model: PreTrainedModel, modules: list[str]) -> None:
 
 
 def _key_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    projection = getattr(module, "k_proj", None)
+    projection = getattr(module, "k_proj", getattr(module, "k", None))
     return projection.parameters() if isinstance(projection, nn.Module) else iter(())
 
 
@@ -186,7 +189,8 @@ class _Finder:
         holders = {role: self._holder(stored, role) for role in ("k", "v", "k_bias", "v_bias")}
         k = holders["k"]
         assert k is not None
-        q, q_bias = (self._queries(module, stored, kind) for kind in ("weight", "bias"))
+        asks = next((leaf for leaf in QUERIES if f"{module}.{leaf}.weight" in self.expected), QUERIES[0])
+        q, q_bias = (self._queries(module, stored, asks, kind) for kind in ("weight", "bias"))
         head_dim, value_dim = (self._width(stored, role) for role in ("k", "v" if holders["v"] else "k"))
         self._refuse_odd_norms(stored, head_dim)
         if head_dim not in self._rotary:
@@ -210,11 +214,12 @@ class _Finder:
             k_norm=self._whole(f"{module}.k_norm.weight"),
             rewritable=None,
             kv_heads=self.numbers.kv_heads,
-            reads=next((change.leaf for change in changes if change.fused), "q_proj"),
+            reads=next((change.leaf for change in changes if change.fused), asks.removesuffix(".linear")),
             stored=stored,
         )
         reason = reason_against_rewriting(self.model, block, self.tensors, self.numbers.query_heads)
-        return replace(block, rewritable=reason)
+        followers, fixed = places(self.model, block, self.tensors, self._holding, self.numbers.query_heads)
+        return replace(block, rewritable=reason, followers=followers, fixed=fixed)
 
     def _refuse_odd_norms(self, stored: tuple[Stored, ...], head_dim: int) -> None:
         """A norm has a weight for every row of a key head, or it is none that is known."""
@@ -257,16 +262,19 @@ class _Finder:
     def _holder(self, stored: tuple[Stored, ...], role: str) -> str | None:
         return next((one.names[0] for one in stored if role in dict(one.spans(1, 1))), None)
 
-    def _queries(self, module: str, stored: tuple[Stored, ...], kind: str) -> str | None:
+    def _queries(self, module: str, stored: tuple[Stored, ...], leaf: str, kind: str) -> str | None:
         fused = self._holder(stored, "q" if kind == "weight" else "q_bias")
-        linear = f"{module}.q_proj.linear.{kind}"
-        return fused or self._whole(linear if linear in self.expected else f"{module}.q_proj.{kind}")
+        return fused or self._whole(f"{module}.{leaf}.{kind}")
 
     def _width(self, stored: tuple[Stored, ...], role: str) -> int:
         """Rows of one head."""
         one = next(one for one in stored if role in dict(one.spans(1, 1)))
         heads = sum(count for _, count in one.spans(self.numbers.query_heads, self.numbers.kv_heads))
         return self.tensors[one.names[0]].shape[one.axis] // heads
+
+    def _holding(self, name: str) -> str | None:
+        """The disk tensor that is a parameter or, before the loader cuts it, holds it."""
+        return self.on_disk.get(name) or self.fused_on_disk.get(name)
 
     def _whole(self, name: str) -> str | None:
         """The disk name of a parameter, or None where it is absent.

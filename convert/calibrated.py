@@ -15,13 +15,14 @@ from torch import Tensor
 from ..checkpoint.load import load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
-from ..console import info, warn
+from ..console import human_bytes, info, warn
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import DataError, UnsupportedError, UsageError
 from .calibration import collect_statistics, load_for_calibration, token_blocks
 from .fit import RefineSettings
+from .memory import fitting
 from .plan import Plan
-from .refit import reading_modules, refine_folder
+from .refit import identity_of, reading_modules, refine_folder, require_refinable
 from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
 from .statistics import SOURCE, Statistics
@@ -98,37 +99,66 @@ def convert_calibrated(
     if calibration.refine and text is None:
         raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
 
-    steps = _refine_steps(plan, calibration)
+    settings = _refine_settings(plan, calibration, text, seed)
     work = RefineWork.beside(out)
 
-    def refine(folder: Path) -> dict[str, Any] | None:
+    def refine(folder: Path) -> dict[str, Any]:
         assert text is not None
-        try:
-            return _refined(plan, folder, text, RefineSettings(steps, seed=seed), work, calibration, trust_remote_code)
-        except (UnsupportedError, DataError) as problem:
-            if calibration.refine is not None:
-                raise
-            warn(f"The result is not refined: {problem.message}")
-            return None
+        assert settings is not None
+        return _refined(plan, folder, text, settings, work, calibration, trust_remote_code)
 
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
         plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
-        statistics = None
-        if plan.rewrites_queries:
-            readers = reading_modules(plan.family.blocks)
-            statistics = source_statistics(plan.source, calibration, text, readers, scratch, trust_remote_code)
+        load = _Source(plan.source, calibration.device, scratch / "offload", trust_remote_code)
+        readers = reading_modules(plan.family.blocks)
+        statistics = _kept_statistics(plan.source, calibration, text, readers) if plan.rewrites_queries else None
+        if settings is not None and text is not None:
+            asked = calibration.refine is not None
+            settings = _refinable(plan, text, settings, work, load, asked=asked)
+        if plan.rewrites_queries and statistics is None:
+            statistics = _new_statistics(plan.source, calibration, text, readers, scratch, load)
+        load.forget()
         run_plan(
             plan,
             out,
             statistics=statistics,
-            refine=refine if steps else None,
+            refine=None if settings is None else refine,
             overwrite=overwrite,
             seed=seed,
         )
-    if steps and work.exists():
+    if settings is not None and work.exists():
         remove_work(work)
     return out
+
+
+class _Source:
+    """The source as a model, loaded when it is first needed."""
+
+    def __init__(self, source: Checkpoint, device: str, scratch: Path, trust_remote_code: bool) -> None:
+        self.device = device
+        self._source, self._scratch, self._trust = source, scratch, trust_remote_code
+        self._model: Any = None
+
+    def __call__(self) -> Any:
+        if self._model is None:
+            self._scratch.mkdir()
+            with fitting(self.device, "Loading the source", self.describe):
+                self._model = load_for_calibration(
+                    model_folder(self._source),
+                    self._source.weight_bytes,
+                    self._scratch,
+                    device=self.device,
+                    trust_remote_code=self._trust,
+                ).eval()
+        return self._model
+
+    def describe(self) -> str:
+        return f"the source's weights take {human_bytes(self._source.weight_bytes)}"
+
+    def forget(self) -> None:
+        """Give its memory back."""
+        self._model = None
 
 
 def _refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) -> None:
@@ -140,13 +170,38 @@ def _refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) 
             raise UsageError(f"The statistics {statistics} would lie in {folder}.", "Choose a path elsewhere.")
 
 
-def _refine_steps(plan: Plan, calibration: Calibration) -> int:
-    """Steps per layer, where the user left it open as well."""
-    if not plan.changes:
-        return 0
-    if calibration.refine is not None:
-        return calibration.refine
-    return RefineSettings.steps if plan.method_name == "folded" and calibration.data is not None else 0
+def _refine_settings(plan: Plan, calibration: Calibration, text: Text | None, seed: int) -> RefineSettings | None:
+    """How to refine, None for not at all: `folded` is refined where there is text, unless the user says otherwise."""
+    steps = calibration.refine
+    if steps is None:
+        steps = RefineSettings.steps if plan.method_name == "folded" else 0
+    if not plan.changes or steps == 0 or text is None:
+        return None
+    # little text makes small batches, so that there is more than one
+    return RefineSettings(steps, seed=seed, batch_tokens=min(RefineSettings.batch_tokens, text.blocks_NT.numel() // 8))
+
+
+def _refinable(
+    plan: Plan, text: Text, settings: RefineSettings, work: Path, load: _Source, *, asked: bool
+) -> RefineSettings | None:
+    """The settings, or None where nobody asked for refinement and it is not possible; nothing was computed by then."""
+    source = Checkpoint.open(model_folder(plan.source))
+    found = RefineWork(work, identity_of(source, text.blocks_NT, settings, _conversion(plan)))
+    blocks = plan.family.blocks
+    try:
+        with fitting(load.device, "A look at the source", load.describe):
+            require_refinable(load, source, blocks, text.blocks_NT, settings, found, device=load.device)
+    except (UnsupportedError, DataError) as problem:
+        if asked:
+            raise
+        warn(f"The result will not be refined: {problem.message}")
+        return None
+    return settings
+
+
+def _conversion(plan: Plan) -> dict[str, Any]:
+    """What a refinement starts from, by the names of the options."""
+    return {"number of groups": plan.groups, "method": plan.method_name, "grouping": plan.grouping}
 
 
 def _refined(
@@ -159,8 +214,6 @@ def _refined(
     trust_remote_code: bool,
 ) -> dict[str, Any]:
     """Refine a converted folder; what the record says about it."""
-    # little text makes small batches, so that there is more than one
-    settings = replace(settings, batch_tokens=min(settings.batch_tokens, text.blocks_NT.numel() // 8))
     info(f"Refining {len(plan.family.blocks)} layers, {settings.steps} steps each.")
     fits = refine_folder(
         model_folder(plan.source),
@@ -169,6 +222,7 @@ def _refined(
         text.blocks_NT,
         settings,
         work=work,
+        conversion=_conversion(plan),
         device=calibration.device,
         trust_remote_code=trust_remote_code,
     )
@@ -190,23 +244,15 @@ def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool =
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
         source = stack.enter_context(loadable(plan.source, calibration.statistics))
-        return source_statistics(source, calibration, text, readers, scratch, trust_remote_code)
+        load = _Source(source, calibration.device, scratch / "offload", trust_remote_code)
+        kept = _kept_statistics(source, calibration, text, readers)
+        return kept or _new_statistics(source, calibration, text, readers, scratch, load)
 
 
-def source_statistics(
-    source: Checkpoint,
-    calibration: Calibration,
-    text: Text | None,
-    readers: list[str],
-    scratch: Path,
-    trust_remote_code: bool,
-) -> Statistics:
-    """The statistics of a source: those of ``calibration.statistics`` when the file is there, else collected now.
-
-    Args:
-        readers: the modules whose input is the attention's, in layer order.
-        scratch: a folder for files that are needed only meanwhile.
-    """
+def _kept_statistics(
+    source: Checkpoint, calibration: Calibration, text: Text | None, readers: list[str]
+) -> Statistics | None:
+    """The statistics of ``calibration.statistics``, checked; None when they have yet to be collected."""
     file = calibration.statistics
     if file is not None and file.exists():
         found = Statistics.open(file)
@@ -222,23 +268,32 @@ def source_statistics(
         raise UsageError(
             f"There is no statistics file {file}.", "Name calibration text: --calibration stdlib, or a file."
         )
+    return None
+
+
+def _new_statistics(
+    source: Checkpoint, calibration: Calibration, text: Text | None, readers: list[str], scratch: Path, load: _Source
+) -> Statistics:
+    """Collect the statistics of a source.
+
+    Args:
+        readers: the modules whose input is the attention's, in layer order.
+        scratch: a folder for files that are needed only meanwhile.
+        load: gives the model.
+    """
+    assert text is not None
+    file = calibration.statistics
     info(f"Calibrating on {text.blocks_NT.numel():,} tokens of {text.corpus.spec}.")
-    (scratch / "offload").mkdir(exist_ok=True)
-    model = load_for_calibration(
-        model_folder(source),
-        source.weight_bytes,
-        scratch / "offload",
-        device=calibration.device,
-        trust_remote_code=trust_remote_code,
-    )
-    return collect_statistics(
-        model,
-        text.blocks_NT,
-        file if file is not None else scratch / "statistics.safetensors",
-        metadata={SOURCE: source.digest(), **text.describe()},
-        readers=readers,
-        device=calibration.device,
-    )
+    model = load()
+    with fitting(load.device, "Calibration", load.describe):
+        return collect_statistics(
+            model,
+            text.blocks_NT,
+            file if file is not None else scratch / "statistics.safetensors",
+            metadata={SOURCE: source.digest(), **text.describe()},
+            readers=readers,
+            device=load.device,
+        )
 
 
 def _refuse_no_device(name: str) -> None:

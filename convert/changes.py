@@ -14,6 +14,7 @@ from .layouts import FUSED
 _ROLES: tuple[tuple[str, str], ...] = (
     (r"\.(?P<side>[kv])_proj(?P<inner>\.linear)?\.weight", "{side}"),
     (r"\.(?P<side>[kv])_proj(?P<inner>\.linear)?\.bias", "{side}_bias"),
+    (r"\.(?P<side>[kv])\.weight", "{side}"),
     (r"\.k(?:ey)?_(?:layer)?norm(?:\.norms\.\d+)?\.weight", "k_norm"),
     (r"\.k(?:ey)?_(?:layer)?norm(?:\.norms\.\d+)?\.bias", "k_norm_bias"),
     (r"\.(?P<side>[kv])(?:_proj\.|_)sconv\.(?:conv1d\.weight|static_weight)", "{side}_conv"),

@@ -45,6 +45,9 @@ def convert(
             "Default: similarity for folded, where heads may change places."
         ),
     ] = None,
+    encoder: Annotated[
+        bool, typer.Option("--encoder", help="Of an encoder-decoder, convert the encoder as well as the decoder.")
+    ] = False,
     rescale: Annotated[
         bool, typer.Option("--rescale", help="With aligned: give the averaged head the mean norm of its members.")
     ] = False,
@@ -52,6 +55,9 @@ def convert(
         str | None, typer.Option(help="Text the method may look at; never the text you will evaluate on.")
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of that text to read.")] = 131_072,
+    block: Annotated[
+        int, typer.Option(min=1, help="Tokens of one block of that text; best as many as the model will read at once.")
+    ] = 512,
     statistics: Annotated[
         Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
     ] = None,
@@ -102,7 +108,7 @@ def convert(
     looks_at_text = calibration is not None or statistics is not None
     source = Checkpoint.open(checkpoint, revision=revision)
     foreseen = foresee(source, groups, method or "mean", grouping or "contiguous", shard)
-    if foreseen and worth_it(source) and not (dry_run or looks_at_text):
+    if foreseen and worth_it(source) and not (dry_run or looks_at_text or encoder):
         chosen = method or "mean"
         convert_early(
             source, out, foreseen, groups=groups, method=chosen, max_shard_bytes=shard, overwrite=overwrite, seed=seed
@@ -113,7 +119,7 @@ def convert(
     from .run import plan_conversion, run_plan, say_what_is_odd
 
     method = method or default_method(looks_at_text=looks_at_text)
-    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping)
+    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, encoder=encoder)
     plan = replace(plan, max_shard_bytes=shard)
     if dry_run:
         shards = ("weight files", str(len(source.headers)), str(len(plan.out_files())))
@@ -125,7 +131,7 @@ def convert(
     if looks_at_text:
         from .calibrated import Calibration, convert_calibrated
 
-        text = Calibration(calibration, calibration_tokens, refine=refine, statistics=statistics, device=device)
+        text = Calibration(calibration, calibration_tokens, block, refine, statistics, device)
         convert_calibrated(plan, out, text, overwrite=overwrite, seed=seed, trust_remote_code=trust_remote_code)
     else:
         if method == "folded":
@@ -193,7 +199,8 @@ def inspect(
     rows = [
         [
             str(row.groups),
-            f"{row.bytes_per_token:,}",
+            f"{row.bytes_per_token:,}"
+            + (f" and {row.bytes_per_source_token:,} of the text read" if row.bytes_per_source_token else ""),
             console.human_bytes(row.bytes_per_1000_tokens),
             f"{row.share_of_source:.3g}",
             f"{row.queries_per_head}{' *' if row.slow_kernels else ''}",

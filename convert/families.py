@@ -17,6 +17,7 @@ from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from .blocks import Block, find_blocks, in_order, refuse_left_behind
 from .changes import Numbers
+from .seq2seq import PAIRS
 from .serving import ignored_by
 from .settings import KvSetting, kv_settings, with_kv_heads
 from .shapes import build, known_type, model_class, resolved_config
@@ -24,7 +25,8 @@ from .shapes import build, known_type, model_class, resolved_config
 KV_KEY = "num_key_value_heads"
 SOME_TYPES = "llama, mistral, qwen2, qwen3, gemma, gemma2, phi, olmo, granite, cohere, stablelm, starcoder2, mixtral"
 
-_NO_ROUTE = "Types that are rewritten as one that can: gpt_neox, gptj, codegen, and with one group gpt2, opt, falcon."
+_NO_ROUTE = "Types that are rewritten as one that can: gpt_neox, gptj, codegen, gpt2, opt, gpt_neo, bloom, mpt."
+_NO_PAIR = f"Encoder-decoders that can be converted: {', '.join(PAIRS)}."
 
 REFUSED: dict[str, tuple[str, str | None]] = {
     "jetmoe": ("ties the number of query heads to the KV heads, so fewer KV heads are another model", None),
@@ -34,16 +36,18 @@ REFUSED: dict[str, tuple[str, str | None]] = {
     "deepseek_v4": ("caches one key head for all queries already", None),
     "dots3_note": ("uses multi-head latent attention and has no KV heads to merge", None),
     "dots3_note_text": ("uses multi-head latent attention and has no KV heads to merge", None),
-    **dict.fromkeys(("bloom", "mpt"), ("has ALiBi, and no type with a KV setting scales it alike", _NO_ROUTE)),
-    "gpt_neo": ("does not scale its scores and has local layers, which no type with a KV setting does", _NO_ROUTE),
     "persimmon": ("norms queries and keys in a way that no type with a KV setting does", _NO_ROUTE),
+    "umt5": ("has relative position biases in every layer, which headfold's code for t5 has not", _NO_PAIR),
+    "longt5": ("reads its source text in windows, which headfold's code for t5 does not", _NO_PAIR),
+    "switch_transformers": ("has experts, which headfold's code for t5 has not", _NO_PAIR),
+    "whisper": ("reads sound, which no encoder-decoder that headfold has code for does", _NO_PAIR),
     **dict.fromkeys(
-        ("t5", "mt5", "umt5", "longt5", "switch_transformers"),
-        ("is an encoder-decoder with relative position biases, and no type with a KV setting is", _NO_ROUTE),
+        ("blenderbot", "blenderbot-small", "plbart", "led", "bigbird_pegasus", "pegasus_x", "mvp", "prophetnet"),
+        ("is an encoder-decoder that headfold has no code for", _NO_PAIR),
     ),
     **dict.fromkeys(
-        ("bart", "mbart", "marian", "pegasus", "m2m_100", "plbart", "blenderbot", "blenderbot-small", "whisper"),
-        ("is an encoder-decoder with learned or fixed positions, and no type with a KV setting is", _NO_ROUTE),
+        ("fsmt", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "encoder-decoder"),
+        ("is an encoder-decoder that headfold has no code for", _NO_PAIR),
     ),
     "moonshine": ("has a KV setting that its forward pass cannot run with", None),
 }
@@ -111,8 +115,11 @@ class HeadCounts:
         return self.settings[0].path
 
 
-def head_counts(config: dict[str, Any]) -> HeadCounts:
+def head_counts(config: dict[str, Any], *, encoder: bool = False) -> HeadCounts:
     """Query and KV heads from config.json alone.
+
+    Args:
+        encoder: of an encoder-decoder, count the encoder's, too.
 
     Raises:
         UnsupportedError: the type is unknown, has no such setting, or sets it per layer.
@@ -123,7 +130,7 @@ def head_counts(config: dict[str, Any]) -> HeadCounts:
     _refuse_per_layer(config)
     resolved = resolved_config(_without_null(config))
     _refuse_latent(resolved, model_type)
-    query_heads, settings = kv_settings(config, resolved)
+    query_heads, settings = kv_settings(config, resolved, encoder=encoder)
     if not settings:
         raise no_setting(model_type)
     text = resolved.get_text_config(decoder=True)
@@ -158,8 +165,11 @@ def check_groups(groups: int, kv_heads: int, counts: list[int] | None = None) ->
     )
 
 
-def find_family(checkpoint: Checkpoint, groups: int) -> Family:
+def find_family(checkpoint: Checkpoint, groups: int, *, encoder: bool = False) -> Family:
     """Recognise the attention tensors of a checkpoint.
+
+    Args:
+        encoder: of an encoder-decoder, those of the encoder, too.
 
     Raises:
         UsageError: ``groups`` does not divide the KV heads.
@@ -168,24 +178,31 @@ def find_family(checkpoint: Checkpoint, groups: int) -> Family:
     """
     refuse_quantised(checkpoint)
     model_type = known_type(checkpoint.config)
-    counts = head_counts(checkpoint.config)
+    counts = head_counts(checkpoint.config, encoder=encoder)
     for setting in counts.settings:
         check_groups(groups, setting.heads, setting_counts(setting))
     cls = model_class(checkpoint.config)
     blocks = _find_blocks(checkpoint, cls, counts, groups)
     text = resolved_config(_without_null(checkpoint.config)).get_text_config(decoder=True)
-    spread = getattr(text, "initializer_range", None)
     return Family(
         model_type,
         cls,
         counts.settings,
         counts.query_heads,
         counts.kv_heads,
-        float(spread) if isinstance(spread, (int, float)) else 0.02,
+        _spread(text),
         blocks,
         counts.caches_all_heads,
         tuple(_notes(model_type, blocks, checkpoint, counts.caches_all_heads)),
     )
+
+
+def _spread(text: Any) -> float:
+    """Standard deviation of fresh keys and values, as the class draws them."""
+    if isinstance(getattr(text, "initializer_factor", None), (int, float)) and hasattr(text, "d_model"):  # T5
+        return float(text.initializer_factor * text.d_model**-0.5)
+    named = (getattr(text, name, None) for name in ("initializer_range", "init_std"))
+    return next((float(spread) for spread in named if isinstance(spread, (int, float))), 0.02)
 
 
 def _find_blocks(

@@ -6,6 +6,7 @@ C hidden size (the width of the attention's input), m = K/G source KV heads in a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -58,14 +59,19 @@ class Attention:
         return self.k_KDC.shape[0]
 
 
-def permuted(attention: Attention, order: list[int]) -> Attention:
+def query_order(order: Sequence[int], query_heads: int) -> list[int]:
+    """Where the query heads come from when KV head ``order[j]`` moves to place ``j``."""
+    per_kv = query_heads // len(order)
+    return [head * per_kv + offset for head in order for offset in range(per_kv)]
+
+
+def permuted(attention: Attention, order: Sequence[int]) -> Attention:
     """Reorder the KV heads, each with its query heads; the block's output stays what it was.
 
     Args:
         order: ``order[j]`` is the source KV head that moves to place ``j``; a permutation of range(K).
     """
-    per_kv = attention.query_heads // attention.kv_heads
-    queries = [head * per_kv + offset for head in order for offset in range(per_kv)]
+    order, queries = list(order), query_order(order, attention.query_heads)
 
     def pick(tensor: Tensor | None, heads: list[int]) -> Tensor | None:
         return None if tensor is None else tensor[heads]

@@ -16,8 +16,9 @@ from .families import HeadCounts, find_family, head_counts, no_setting, setting_
 from .folding import predicted_loss
 from .methods import MethodContext
 from .projections import read_attention
-from .rewrites.routes import rewritten, route_of, target_config
-from .serving import IGNORING, REFUSED, SIZES, STACKS, placement, slow_kernels
+from .rewrites.routes import Route, rewritten, route_of, target_config
+from .seq2seq import PAIRS, described_pair, is_pair, own_target_config, side
+from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 from .settings import with_kv_heads
 from .shapes import build, known_type, model_class
 from .statistics import Statistics
@@ -32,6 +33,7 @@ class GroupRow:
         queries_per_head: query heads that share one KV head.
         devices: serving stack → number of devices → ``even``, ``copied`` (KV heads on several devices) or ``refused``.
         slow_kernels: stacks without a decoding kernel of their own for ``queries_per_head``.
+        bytes_per_source_token: of an encoder-decoder, KV cache for the text that it reads.
     """
 
     groups: int
@@ -41,6 +43,7 @@ class GroupRow:
     queries_per_head: int
     devices: dict[str, dict[int, str]]
     slow_kernels: list[str]
+    bytes_per_source_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def inspect_checkpoint(
     """
     checkpoint = Checkpoint.open(source, revision=revision, weights=False)
     route = route_of(checkpoint.config)
-    config = checkpoint.config if route is None else target_config(checkpoint, route, tied=False)
+    config = _widest(checkpoint, route)
     counts = head_counts(config)
     cls = model_class(config)
     many = build(cls, with_kv_heads(config, counts.settings))
@@ -92,7 +95,9 @@ def inspect_checkpoint(
     if not rows:
         raise no_setting(known_type(config), cls.__name__)
     dtype = _dtype(config)
-    keys = [projection for name, projection in rows.items() if not name.endswith(".v_proj")]
+    of = {name: side(name.rpartition(".")[0]) if is_pair(config) else "self" for name in rows}
+    own, cross = ([one for name, one in rows.items() if of[name] == part] for part in ("self", "cross"))
+    keys = [one for name, one in rows.items() if of[name] == "self" and not name.endswith((".v_proj", ".v"))]
     return Inspection(
         model_type=known_type(checkpoint.config),
         model_class=model_class(checkpoint.config).__name__,
@@ -104,19 +109,35 @@ def inspect_checkpoint(
         dtype=str(dtype).removeprefix("torch."),
         cache=[
             _group_row(
-                list(rows.values()),
+                own,
+                cross,
                 lambda heads: counts.query_heads if counts.caches_all_heads else heads,
                 counts.query_heads,
                 counts.kv_heads,
                 groups,
                 dtype.itemsize,
                 device_counts,
-                IGNORING.get(known_type(config), ()),
+                not_served_by(_result_type(config, route, groups)),
             )
             for groups in reversed(setting_counts(counts.settings[0]))
         ],
-        route=None if route is None else route.describe(),
+        route=described_pair(checkpoint.config) if route is None else route.describe(),
     )
+
+
+def _widest(checkpoint: Checkpoint, route: Route | None) -> dict[str, Any]:
+    """config.json of a type that can have each of the possible numbers of groups."""
+    if checkpoint.config.get("model_type") in PAIRS:
+        return own_target_config(checkpoint)
+    target = None if route is None else route.target(*route.groups)
+    return (
+        checkpoint.config if route is None or target is None else target_config(checkpoint, route, target, tied=False)
+    )
+
+
+def _result_type(config: dict[str, Any], route: Route | None, groups: int) -> str:
+    target = None if route is None else route.target(groups)
+    return known_type(config) if target is None else target.model_type
 
 
 @dataclass(frozen=True)
@@ -150,7 +171,7 @@ def _rows_per_head(many: torch.nn.Module, few: torch.nn.Module, kv_heads: int) -
         stem = name.removesuffix(".weight").removesuffix(".linear")
         if not name.endswith(".weight") or weight.dim() != 2 or "norm" in name:
             continue
-        if stem.endswith((".k_proj", ".v_proj")):
+        if stem.endswith((".k_proj", ".v_proj", ".k", ".v")):
             if weight.shape != small[name] or kv_heads == 1:
                 found[stem] = _Projection(weight.shape[0] // small[name][0], small[name][0], 1)
         elif weight.shape != small[name]:
@@ -160,6 +181,7 @@ def _rows_per_head(many: torch.nn.Module, few: torch.nn.Module, kv_heads: int) -
 
 def _group_row(
     projections: list[_Projection],
+    cross: list[_Projection],
     cached_heads: Callable[[int], int],
     query_heads: int,
     kv_heads: int,
@@ -168,7 +190,9 @@ def _group_row(
     device_counts: Sequence[int],
     ignoring: Sequence[str],
 ) -> GroupRow:
-    bytes_per_token = itemsize * sum(cached_heads(min(groups, one.heads)) * one.rows for one in projections)
+    bytes_per_token, bytes_per_source_token = (
+        itemsize * sum(cached_heads(min(groups, one.heads)) * one.rows for one in part) for part in (projections, cross)
+    )
     devices = {
         stack.name: dict.fromkeys(device_counts, REFUSED)
         if stack.name in ignoring and groups < query_heads
@@ -183,6 +207,7 @@ def _group_row(
         queries_per_head=query_heads // groups,
         devices=devices,
         slow_kernels=slow_kernels(query_heads, groups),
+        bytes_per_source_token=bytes_per_source_token,
     )
 
 
@@ -220,7 +245,7 @@ def predict_damage(
         UsageError: a number of groups that does not divide, or statistics of another checkpoint.
         UnsupportedError: a layer whose queries cannot be rewritten.
     """
-    checkpoint = rewritten(Checkpoint.open(source, revision=revision), min(groups))
+    checkpoint = rewritten(Checkpoint.open(source, revision=revision), *groups)
     families = {wanted: find_family(checkpoint, wanted) for wanted in groups}
     moments = Statistics.open(statistics)
     family = families[groups[0]]

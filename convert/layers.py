@@ -123,7 +123,8 @@ class _Watch:
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = arguments[0] if arguments else named["hidden_states"]
-        if len(arguments) > 1 or (self.states is not None and not torch.equal(given, self.states)):
+        others = [value for value in arguments[1:] if value is not None]  # GPTBigCode hands on that it has no encoder
+        if others or (self.states is not None and not torch.equal(given, self.states)):
             self.plain = False
         self.arguments.append({name: self._kept(value) for name, value in named.items() if name != "hidden_states"})
 

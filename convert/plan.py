@@ -15,12 +15,14 @@ from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor
 from ..console import human_bytes
 from ..errors import UnsupportedError, UsageError
+from .blocks import Block
 from .config import with_number
 from .families import Family, find_family, refuse_quantised
 from .freedom import freedom
 from .methods import METHODS, Method
-from .rewrites.checkpoint import RewrittenCheckpoint
+from .rewrites.checkpoint import RetypedCheckpoint, RewrittenCheckpoint
 from .rewrites.routes import rewritten
+from .seq2seq import as_own, is_pair, side
 from .settings import present
 
 GROUPINGS = ("contiguous", "similarity")
@@ -75,14 +77,14 @@ class Plan:
         return self.changes and (self.method.rewrites_queries or self.grouping != "contiguous")
 
     @property
-    def rewrite(self) -> RewrittenCheckpoint | None:
+    def rewrite(self) -> RetypedCheckpoint | None:
         """The source as another type, where its own has no KV-head setting."""
-        return self.source if isinstance(self.source, RewrittenCheckpoint) else None
+        return self.source if isinstance(self.source, RetypedCheckpoint) else None
 
     @property
     def on_disk(self) -> Checkpoint:
         """The source as it is, not as the type that it is rewritten as."""
-        return self.rewrite.original if self.rewrite and self.rewrite.original else self.source
+        return (self.rewrite and self.rewrite.original) or self.source
 
     def out_files(self) -> list[OutFile]:
         """The weight files of the result: the same names, the same tensors in the same order, none without tensors."""
@@ -104,19 +106,31 @@ class Plan:
         """Bytes of the result's tensors."""
         return sum(file.nbytes for file in self.out_files())
 
-    def kv_bytes_per_token(self, kv_heads: int) -> int:
-        """Keys and values that the cache keeps for one token, in the dtype of each k projection."""
+    def kv_bytes_per_token(self, kv_heads: int, of: str = "self") -> int:
+        """Keys and values that the cache keeps for one token, in the dtype of each k projection.
+
+        Args:
+            of: ``self`` for a token of the text that is written, ``cross`` for one of the text that an
+                encoder-decoder reads.
+        """
         total = 0
-        for block in self.family.blocks:
+        for block in (block for block in self.family.blocks if self._reads(block) == of):
             info = self.source.tensors[block.k]
             heads = self.family.cached_heads(min(kv_heads, block.kv_heads))
             total += heads * (block.head_dim + block.value_dim) * (info.nbytes // math.prod(info.shape))
         return total
 
-    def _cache_sizes(self) -> tuple[str, str]:
+    def _reads(self, block: Block) -> str:
+        return side(block.module) if is_pair(self.source.config) else "self"
+
+    def _cache_sizes(self) -> list[tuple[str, str, str]]:
         most = max(setting.heads for setting in self.family.settings)
-        before, after = (self.kv_bytes_per_token(heads) for heads in (most, self.groups))
-        return human_bytes(before), human_bytes(after)
+        rows = []
+        for name, of in (("KV cache per token", "self"), ("KV cache per token of the source text", "cross")):
+            before, after = (self.kv_bytes_per_token(heads, of) for heads in (most, self.groups))
+            if before:
+                rows.append((name, human_bytes(before), human_bytes(after)))
+        return rows
 
     def freedom(self) -> list[str]:
         """What the method turns in the heads, once for each kind of block; nothing for a method that turns nothing."""
@@ -130,13 +144,13 @@ class Plan:
         before, after, made = self.family.kv_heads, self.groups, self.family.model_type
         settings = self.family.settings
         kept = ("tensors copied", str(len(self.actions)), str(counts["copy"]))
-        if self.rewrite:
+        if counts["compute"]:
             kept = (f"tensors written as {made}", "", str(counts["compute"]))
         return [
             ("model type", self.rewrite.source_type if self.rewrite else made, made),
             (f"KV heads of {self.family.query_heads} query heads", str(before), str(after)),
             ("weights", human_bytes(self.source.weight_bytes), human_bytes(self.weight_bytes)),
-            ("KV cache per token", *self._cache_sizes()),
+            *self._cache_sizes(),
             kept,
             (f"tensors merged ({self.method_name})", "", str(counts["merge"])),
             ("tensors rewritten", "", str(counts["replace"])),
@@ -153,15 +167,23 @@ def default_method(*, looks_at_text: bool) -> str:
 
 def _default_grouping(method: str, family: Family) -> str:
     """Similarity for ``folded`` where heads may change places: measured, see docs/results.md."""
-    movable = all("k_norm" not in block.roles() for block in family.blocks)
+    movable = all(block.fixed is None for block in family.blocks)
     return "similarity" if method == "folded" and movable else "contiguous"
 
 
-def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping: str | None = "contiguous") -> Plan:
+def make_plan(
+    source: Checkpoint,
+    groups: int,
+    method: str = "mean",
+    *,
+    grouping: str | None = "contiguous",
+    encoder: bool = False,
+) -> Plan:
     """Decide what to do with every tensor; nothing is written and no weight is read.
 
     Args:
         grouping: None for the better one of those that the family allows.
+        encoder: of an encoder-decoder, merge the heads of the encoder, too.
 
     Raises:
         UsageError: the method, the grouping or the number of groups is impossible.
@@ -173,14 +195,25 @@ def make_plan(source: Checkpoint, groups: int, method: str = "mean", *, grouping
     if grouping not in (None, *GROUPINGS):
         raise UsageError(f"There is no grouping {grouping}.", f"Groupings: {', '.join(GROUPINGS)}.")
     refuse_quantised(source)
-    source = rewritten(source, groups)
-    family = find_family(source, groups)
+    source = as_own(rewritten(source, groups))
+    family = find_family(source, groups, encoder=encoder)
+    _refuse_for_pairs(source, method, grouping)
     grouping = grouping or _default_grouping(method, family)
     kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
     actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
     if any(setting.heads != groups for setting in family.settings):
         _plan_blocks(source, family, groups, method, grouping, actions)
     return Plan(source, family, groups, method, grouping, actions, _edited_config(source, family, groups))
+
+
+def _refuse_for_pairs(source: Checkpoint, method: str, grouping: str | None) -> None:
+    """What is not worked out for cross-attention, whose queries and keys read different texts."""
+    if is_pair(source.config) and (METHODS[method].rewrites_queries or grouping == "similarity"):
+        offered = [name for name, one in METHODS.items() if not one.rewrites_queries]
+        raise UnsupportedError(
+            f"{method} with {grouping or 'the better'} grouping is not offered for encoder-decoders.",
+            f"Use --method {' or '.join(offered)} with contiguous groups and without calibration text.",
+        )
 
 
 def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:
@@ -194,19 +227,18 @@ def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:
 def _plan_blocks(
     source: Checkpoint, family: Family, groups: int, method: str, grouping: str, actions: dict[str, Action]
 ) -> None:
-    rewrites = METHODS[method].rewrites_queries or grouping != "contiguous"
+    rewrites, moves = METHODS[method].rewrites_queries, grouping != "contiguous"
     for block in family.blocks:
         if block.kv_heads == groups:
             continue
         if rewrites and block.rewritable is not None:
             raise UnsupportedError(
                 f"{method} would not be exact for {family.model_type}: {block.rewritable}.",
-                "Use --method mean with contiguous groups.",
+                "Use --method mean.",
             )
-        if grouping != "contiguous" and "k_norm" in block.roles():
+        if moves and block.fixed is not None:
             raise UnsupportedError(
-                f"{grouping} would not be exact for {family.model_type}: its norms have weights of every head, "
-                "so heads cannot change places.",
+                f"{grouping} would not be exact for {family.model_type}, so heads stay in their places: {block.fixed}.",
                 "Use --grouping contiguous.",
             )
         for stored in block.stored:
@@ -215,5 +247,6 @@ def _plan_blocks(
             for place, name in enumerate(stored.names):
                 kind = "drop" if stored.numbered and place >= groups else "merge"
                 actions[name] = Action(kind, name, merged)
-        for name in block.rewritten if rewrites else ():
+        followers = [name for one in block.followers for name in one.names] if moves else []
+        for name in dict.fromkeys((*followers, *(block.rewritten if rewrites else ()))):
             actions[name] = Action("replace", name, source.tensors[name].shape)

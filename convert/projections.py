@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from .grouping import similarity_order
 from .heads import Attention, Rotary, permuted
 from .methods import MethodContext, Pool, pool_mean, pool_random
 from .norms import FRESH, merge_full_width
+from .places import moved, reordered
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -26,18 +27,29 @@ _SEEDED = ("k", "v", "k_bias", "v_bias", "k_conv", "v_conv", "k_taps", "v_taps")
 
 def new_tensors(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
     """The tensors of one block that change, by disk name, in the shapes of the result."""
+    source, family, pool = plan.source, plan.family, plan.method.pool
     if not plan.rewrites_queries:
-        return _joined(block, _pooled(plan, block, context), plan.family.query_heads, plan.groups)
-    attention = read_attention(plan.source, plan.family, block)
+        return _joined(block, _pooled(plan, block, range(block.kv_heads), context), family.query_heads, plan.groups)
+    attention = read_attention(source, family, block)
+    order: Sequence[int] = range(block.kv_heads)
+    followers: dict[str, Tensor] = {}
     if plan.grouping == "similarity":
-        attention = permuted(attention, similarity_order(attention, plan.groups, context))
-    merged = plan.method.apply(attention, plan.groups, context)
-    return disk_tensors(plan.family, block, merged, _merged_norms(plan, block, context))
+        order = similarity_order(attention, plan.groups, context)
+        made_anew = () if pool else block.rewritten
+        followers = moved(source, block, order, family.query_heads, besides=made_anew)
+    if pool is not None:
+        return followers | _joined(block, _pooled(plan, block, order, context), family.query_heads, plan.groups)
+    merged = plan.method.apply(permuted(attention, order), plan.groups, context)
+    return followers | disk_tensors(family, block, merged, _merged_norms(plan, block, order, context))
 
 
-def _pooled(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
-    """Role → heads, those of keys and values merged by a method that treats every tensor alone."""
-    heads = _read_heads(plan.source, plan.family, block)
+def _pooled(plan: Plan, block: Block, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
+    """Role → heads, those of keys and values merged by a method that treats every tensor alone.
+
+    Args:
+        order: which KV head comes to each place before neighbours are merged.
+    """
+    heads = reordered(_read_heads(plan.source, plan.family, block), order, plan.family.query_heads)
     pool = plan.method.pool
     assert pool is not None  # a method without one rewrites queries
     merged = dict(heads)
@@ -51,14 +63,14 @@ def _pooled(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tenso
     return merged
 
 
-def _merged_norms(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
+def _merged_norms(plan: Plan, block: Block, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
     """Norms with weights of every head, beside a method that rewrites the block: their mean, as `mean` takes it.
 
     A norm over all heads decides on its keys as well, so these come from there too.
     """
     if "k_norm" not in block.roles():
         return {}
-    heads = _read_heads(plan.source, plan.family, block)
+    heads = reordered(_read_heads(plan.source, plan.family, block), order, plan.family.query_heads)
     if full_width_norm(block, plan.source):
         return _merge_full_width(heads, plan.groups, pool_mean, context)
     return {role: pool_mean(heads[role], plan.groups, context) for role in heads if role in FRESH}
@@ -88,11 +100,16 @@ def _read_heads(source: Checkpoint, family: Family, block: Block) -> dict[str, T
 
 
 def read_attention(source: Checkpoint, family: Family, block: Block) -> Attention:
-    """One block of a checkpoint as heads, in float32 (float64 stays); the block must be ``rewritable``."""
+    """One block of a checkpoint as heads, in float32 (float64 stays).
+
+    What acts beside the projections (gates, sinks) is left out, and keys that are the values as well come twice: only a
+    ``rewritable`` block can be written back from it.
+    """
     heads = _read_heads(source, family, block)
+    heads.setdefault("v", heads["k"])
     for role, name in (("q", block.q), ("q_bias", block.q_bias)):
         if name is not None and role not in heads:
-            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))
+            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))[:, : block.head_dim]
     if not {"q", "k", "v"} <= heads.keys() or block.o is None:
         raise UnsupportedError(f"{block.module} has no query or output projection that is known: {block.rewritable}.")
     wide = {role: _widened(tensor) for role, tensor in heads.items()}

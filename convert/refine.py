@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import console
-from ..console import Advance
+from ..console import Advance, human_bytes
 from ..errors import DataError, UnsupportedError
-from .blocks import OUTPUTS
 from .calibration import input_projections
 from .fit import RefineSettings, Task, fit, learning_only
 from .layers import Layer, decoder_layers, first_inputs, first_tensor, held, mapped
+from .memory import fitting
+from .rewritable import OUTPUTS
 from .work import LayerFit, RefineWork
 
 
@@ -57,8 +58,7 @@ def refine_layers(
         UnsupportedError: the model's layers are no plain chain.
     """
     names = list(readers) if readers is not None else input_projections(converted)
-    batch = max(settings.batch_tokens // blocks_NT.shape[1], 2)
-    blocks_NT = _whole_batches(blocks_NT, batch)
+    blocks_NT, batch = whole_batches(blocks_NT, settings)
     originals, layers = (decoder_layers(model, names, blocks_NT[:batch]) for model in (source, converted))
     walk = _Walk(work, settings, batch, torch.device(device), (*blocks_NT.shape, layers[0].hidden))
     if work.layer is None:
@@ -68,22 +68,46 @@ def refine_layers(
         work.finish(-1)
     elif work.fits:
         console.info(f"{len(work.fits)} of {len(names)} layers are refined already.")
-    with console.progress("refinement", len(names) * settings.steps) as advance:
+    with (
+        console.progress("refinement", len(names) * settings.steps) as advance,
+        fitting(device, "Refinement", lambda: _needs(layers, batch * blocks_NT.shape[1])),
+    ):
         advance(len(work.fits) * settings.steps)
         for index in range(work.layer or 0, len(layers)):
             walk.step(index, originals[index], layers[index], advance)
     return work.fits
 
 
-def _whole_batches(blocks_NT: Tensor, batch: int) -> Tensor:
-    """Drop the blocks of an incomplete batch: masks and positions are recorded for a full one."""
+def _needs(layers: Sequence[Layer], tokens: int) -> str:
+    """What the largest layer holds: weights in float32; of those that are fitted also gradient, moments and copy."""
+    sizes = []
+    for layer in layers:
+        fitted = projections(layer.attention_module, layer.reads).values() if layer.reader else ()
+        weights = sum(weight.numel() for weight in layer.module.parameters())
+        sizes.append(4 * weights + 16 * sum(weight.numel() for weight in fitted))
+    return (
+        f"a layer takes {human_bytes(max(sizes))} in float32 with the optimizer's state, besides the states of a step "
+        f"of {tokens:,} tokens"
+    )
+
+
+def whole_batches(blocks_NT: Tensor, settings: RefineSettings) -> tuple[Tensor, int]:
+    """The text without the blocks of an incomplete batch (masks and positions are recorded for a full one).
+
+    Returns:
+        The text, and how many blocks a step sees.
+
+    Raises:
+        DataError: it does not fill two steps.
+    """
+    batch = max(settings.batch_tokens // blocks_NT.shape[1], 2)
     whole = len(blocks_NT) // batch * batch
     if whole < 2 * batch:
         raise DataError(
             f"Refinement got {blocks_NT.numel()} tokens of text, fewer than two steps of {batch * blocks_NT.shape[1]}.",
             "Give it more calibration text, or --refine 0.",
         )
-    return blocks_NT[:whole]
+    return blocks_NT[:whole], batch
 
 
 class _Walk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from ..errors import UnsupportedError
 from .blocks import Block
 from .calibration import load_for_calibration
 from .fit import RefineSettings
-from .layers import layer_index
-from .refine import projections, refine_layers
+from .layers import decoder_layers, layer_index
+from .refine import projections, refine_layers, whole_batches
 from .shapes import memory_names
 from .work import LayerFit, RefineWork
+
+_GLANCE = 8
+"""Tokens of two blocks that show how a model's layers are called."""
 
 
 def refine_folder(
@@ -32,6 +35,7 @@ def refine_folder(
     settings: RefineSettings,
     *,
     work: Path | None = None,
+    conversion: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> list[LayerFit]:
@@ -45,6 +49,7 @@ def refine_folder(
         blocks: its attention blocks.
         text_NT: calibration text as token ids, see :func:`headfold.convert.calibration.token_blocks`.
         work: a folder in which a killed refinement is found again; it stays there. None: a temporary one.
+        conversion: how ``folder`` was made, by names that a user knows; a part of the identity of the work.
 
     Raises:
         DataError: too little text.
@@ -56,7 +61,8 @@ def refine_folder(
     original = Checkpoint.open(source)
     with tempfile.TemporaryDirectory(prefix="headfold-") as name:
         scratch = Path(name)
-        progress = RefineWork(work or scratch / "work", _identity(original, places, text_NT, settings))
+        identity = identity_of(original, text_NT, settings, conversion or {})
+        progress = RefineWork(work or scratch / "work", {**identity, "result of the method": places.digest()})
         models: list[Any] = []
         for side, checkpoint in (("source", original), ("converted", places)):
             (scratch / side).mkdir()
@@ -72,14 +78,46 @@ def refine_folder(
     return fits
 
 
-def _identity(source: Checkpoint, converted: Checkpoint, text_NT: Tensor, settings: RefineSettings) -> dict[str, Any]:
+def identity_of(
+    source: Checkpoint, text_NT: Tensor, settings: RefineSettings, conversion: Mapping[str, Any]
+) -> dict[str, Any]:
     """What determines the result of a refinement, by the names that a user knows."""
     return {
         "source": source.digest(),
-        "conversion (groups, method, grouping, statistics)": converted.digest(),
+        **conversion,
         "calibration text": hashlib.sha256(text_NT.numpy().tobytes()).hexdigest(),
         **{name.replace("_", " "): value for name, value in asdict(settings).items()},
     }
+
+
+def require_refinable(
+    load: Callable[[], Any],
+    source: Checkpoint,
+    blocks: Sequence[Block],
+    text_NT: Tensor,
+    settings: RefineSettings,
+    work: RefineWork,
+    *,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Refuse what refinement would refuse after the conversion, by a look at the source and at a few of its states.
+
+    Args:
+        load: gives the source as a model, on ``device``; it runs once, on a few tokens.
+        work: where the refinement will keep its work.
+
+    Raises:
+        DataError: too little text.
+        UnsupportedError: the layers are no plain chain, or the projections are not separate tensors.
+        UsageError: ``work`` holds something else.
+        HeadfoldError: there is too little room for the states between layers.
+    """
+    text_NT, _ = whole_batches(text_NT, settings)
+    model, readers = load(), reading_modules(blocks)
+    for reader in readers:
+        _places(model, reader, source)
+    first = decoder_layers(model, readers, text_NT[:2, :_GLANCE].to(device))[0]
+    work.require_place(*text_NT.shape, first.hidden)
 
 
 def reading_modules(blocks: Sequence[Block]) -> list[str]:

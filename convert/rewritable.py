@@ -15,12 +15,18 @@ from ..checkpoint.header import TensorInfo
 if TYPE_CHECKING:
     from .blocks import Block
 
+QUERIES = ("q_proj", "q_proj.linear", "q")
+"""Names that classes give to the projection that makes the queries."""
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o")
+"""Names that classes give to the projection that takes the heads' outputs."""
 _KNOWN = re.compile(
-    r"([qkv]_proj|qkv_proj|Wqkv|query_key_value|c_attn|o_proj|out_proj|dense|c_proj|wo)\.(weight|bias)|[qk]_norm\.weight"
+    rf"([qkv]_proj|[qkv]|qkv_proj|Wqkv|query_key_value|c_attn|{'|'.join(OUTPUTS)})\.(weight|bias)|[qk]_norm\.weight"
 )
 """Parameters of an attention block that a change of basis inside its heads accounts for."""
 _HEADS_NORM = re.compile(r"[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)")
 """The same where norms have weights of every head: then only the values change their basis."""
+_SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
+"""One number for a query head and a token: a sink beside its scores, a gate on its output. No basis matters to it."""
 
 
 def reason_against_rewriting(
@@ -29,11 +35,13 @@ def reason_against_rewriting(
     """Why a change of basis inside the heads would not be exact, or None."""
     config = model.config.get_text_config()
     module = model.get_submodule(block.module)
-    own = {name for name, _ in module.named_parameters()}
+    own = dict(module.named_parameters())
     head_norms = "k_norm" in block.roles()
-    unknown = [name for name in own if not _KNOWN.fullmatch(name) and not (head_norms and _HEADS_NORM.fullmatch(name))]
+    scalars = {name for name, weight in own.items() if _SCALARS.fullmatch(name) and len(weight) == query_heads}
+    accounted = {name for name in own if _KNOWN.fullmatch(name) or (head_norms and _HEADS_NORM.fullmatch(name))}
+    unknown = own.keys() - accounted - scalars
     fused = block.q == block.k
-    if block.q is None or block.o is None or (own & {"q_proj.bias"} and block.q_bias is None):
+    if block.q is None or block.o is None or ("q_proj.bias" in own and block.q_bias is None):
         return "its query and output projections are not recognised"
     if unknown:
         return f"{min(unknown)} acts inside the attention block"

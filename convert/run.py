@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.card import write_card
+from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
 from ..checkpoint.shards import shard_bytes
@@ -33,6 +35,7 @@ def convert_checkpoint(
     groups: int,
     method: str = "mean",
     grouping: str = "contiguous",
+    encoder: bool = False,
     statistics: str | Path | None = None,
     max_shard_size: str | None = None,
     overwrite: bool = False,
@@ -47,6 +50,7 @@ def convert_checkpoint(
         groups: KV heads of the result; divides those of the source.
         method: how a group becomes one head, a key of ``METHODS``.
         grouping: which heads form a group: neighbours (``contiguous``), or those that share best (``similarity``).
+        encoder: of an encoder-decoder, merge the heads of the encoder, too; else those of the decoder alone.
         statistics: file of second moments from calibration; without it a method that could use them goes without data.
         max_shard_size: of the weight files, such as ``5GB``; without it the source's boundaries stay.
         overwrite: replace an output folder that is there.
@@ -58,7 +62,9 @@ def convert_checkpoint(
     Raises:
         HeadfoldError: of one of its kinds, with nothing written.
     """
-    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, revision=revision)
+    plan = plan_conversion(
+        source, groups=groups, method=method, grouping=grouping, encoder=encoder, revision=revision
+    )
     if max_shard_size is not None:
         plan = replace(plan, max_shard_bytes=shard_bytes(max_shard_size))
     moments = None if statistics is None else Statistics.open(Path(statistics))
@@ -71,15 +77,17 @@ def plan_conversion(
     groups: int,
     method: str = "mean",
     grouping: str | None = "contiguous",
+    encoder: bool = False,
     revision: str | None = None,
 ) -> Plan:
     """What :func:`convert_checkpoint` would do, with nothing written: this is ``--dry-run``.
 
     Args:
         grouping: None for the better one of those that the family allows.
+        encoder: of an encoder-decoder, merge the heads of the encoder, too.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source, revision=revision)
-    return make_plan(checkpoint, groups, method, grouping=grouping)
+    return make_plan(checkpoint, groups, method, grouping=grouping, encoder=encoder)
 
 
 def run_plan(
@@ -123,6 +131,7 @@ def fill_folder(
         writer.write_index()
     copy_side_files(plan.source, folder)
     (folder / CONFIG_NAME).write_bytes(plan.config_text.encode("utf-8"))
+    write_code(json.loads(plan.config_text), folder)
     if plan.rewrite is not None:
         settle_tokenizer(plan.source.folder, folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
@@ -170,6 +179,17 @@ def say_what_is_odd(plan: Plan) -> None:
         info(f"The source has {plan.groups} KV heads already: {kept}.")
 
 
+def _source_text(plan: Plan) -> dict[str, Any]:
+    """Of an encoder-decoder: what the cache keeps of the text that it reads, and which sides were converted."""
+    if not plan.kv_bytes_per_token(1, "cross"):
+        return {}
+    return {
+        "kv_bytes_per_source_token_before": plan.kv_bytes_per_token(plan.family.kv_heads, "cross"),
+        "kv_bytes_per_source_token": plan.kv_bytes_per_token(plan.groups, "cross"),
+        "encoder_converted": len(plan.family.settings) > 1,
+    }
+
+
 def _entry(plan: Plan, statistics: Statistics | None, seed: int, unused: list[str]) -> dict[str, Any]:
     """What headfold.json says about this conversion."""
     notes = [*plan.source.notes, *(plan.family.notes if plan.changes else ())]
@@ -192,6 +212,7 @@ def _entry(plan: Plan, statistics: Statistics | None, seed: int, unused: list[st
         "seed": seed,
         "kv_bytes_per_token_before": plan.kv_bytes_per_token(plan.family.kv_heads),
         "kv_bytes_per_token": plan.kv_bytes_per_token(plan.groups),
+        **_source_text(plan),
         "rewrite": None if plan.rewrite is None else plan.rewrite.describe(),
         "tensors_unused": unused,
         "notes": notes,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checkpoint.modelling import OWN_TYPES
+
 SIZES = (1, 2, 4, 8)
 """Numbers of devices that a table shows."""
 EVEN, COPIED, REFUSED = "even", "copied", "refused"
@@ -79,6 +81,13 @@ STACKS = (
 
 IGNORING: dict[str, tuple[str, ...]] = {"phi": ("vLLM", "SGLang", "llama.cpp")}
 """Type → stacks whose code for it knows query heads only (phi.py of vLLM and SGLang, llama.cpp's conversion script)."""
+
+
+def not_served_by(model_type: str) -> tuple[str, ...]:
+    """Stacks that cannot run a type with fewer KV heads than query heads."""
+    if model_type in OWN_TYPES:
+        return tuple(stack.name for stack in STACKS if stack.name != "transformers")
+    return IGNORING.get(model_type, ())
 
 
 def ignored_by(model_type: str) -> str | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
+from .seq2seq import DECODER, ENCODER, is_pair, query_heads
 
 _KEYS = ("num_key_value_heads", "num_kv_heads")
 _SWITCH = "multi_query"
@@ -48,12 +49,23 @@ class KvSetting:
         return json.dumps(self.value(kv_heads))
 
 
-def kv_settings(config: dict[str, Any], resolved: PretrainedConfig) -> tuple[int, tuple[KvSetting, ...]]:
+def kv_settings(
+    config: dict[str, Any], resolved: PretrainedConfig, *, encoder: bool = False
+) -> tuple[int, tuple[KvSetting, ...]]:
     """Query heads, and every number of KV heads that the text decoder has; none when its class has no such setting.
 
+    Args:
+        encoder: those of the encoder, too.
+
     Raises:
-        UnsupportedError: config.json does not show where the decoder's settings are.
+        UnsupportedError: config.json does not show where the decoder's settings are, or encoder and decoder have other
+            numbers of query heads.
+        UsageError: there is no encoder whose number can be set.
     """
+    if is_pair(config):
+        return _pair(resolved, encoder)
+    if encoder:
+        raise UsageError(f"Models of type {resolved.model_type} have no encoder to convert.", "Leave --encoder out.")
     if _is_switch(resolved):
         all_heads = int(resolved.num_attention_heads)
         return all_heads, (KvSetting((_SWITCH,), 1 if resolved.multi_query else all_heads, switch=True),)
@@ -91,6 +103,20 @@ def present(config: dict[str, Any], paths: Iterable[tuple[str, ...]]) -> Iterato
             found = found.get(key, {}) if isinstance(found, dict) else {}
         if isinstance(found, dict) and path[-1] in found:
             yield path
+
+
+def _pair(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSetting, ...]]:
+    """An encoder-decoder of our own."""
+    heads, encoder_heads = query_heads(resolved)
+    found = [KvSetting((DECODER,), int(getattr(resolved, DECODER)))]
+    if encoder and heads != encoder_heads:
+        raise UnsupportedError(
+            f"The encoder has {encoder_heads} query heads and the decoder {heads}, so they are not converted together.",
+            "Leave --encoder out.",
+        )
+    if encoder:
+        found.append(KvSetting((ENCODER,), int(getattr(resolved, ENCODER))))
+    return heads, tuple(found)
 
 
 def _is_switch(resolved: PretrainedConfig) -> bool:

@@ -18,6 +18,7 @@ from transformers.core_model_loading import Split, WeightConverter, WeightRenami
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..checkpoint.modelling import own_type, register
 from ..checkpoint.source import CONFIG_NAME
 from ..errors import CheckpointError, UnsupportedError
 from .sanity import refuse_absurd
@@ -56,6 +57,9 @@ def known_type(config: dict[str, Any]) -> str:
         raise UnsupportedError(
             "config.json has no model_type, so its layout is not known.", "Add the right model_type."
         )
+    own = own_type(config)
+    if own is not None:
+        register(own)
     if model_type in CONFIG_MAPPING:
         return model_type
     if "auto_map" in config:
@@ -76,6 +80,9 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
         UnsupportedError: there is none.
     """
     model_type = known_type(config)
+    own = own_type(config)
+    if own is not None:
+        return own.classes()[1]  # type: ignore[no-any-return]
     usual = [table[model_type] for table in _CLASS_TABLES if model_type in table]
     named = config.get("architectures")
     for name in [*(named if isinstance(named, list) else ()), *usual]:

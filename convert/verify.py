@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.modelling import admit
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError
 from .shapes import first_line, model_class, quiet_transformers
@@ -20,7 +21,9 @@ def verify(folder: Path) -> list[str]:
         CheckpointError: a tensor is missing or has another shape than the config asks for.
         UnsupportedError: transformers has no class for it.
     """
-    cls: Any = model_class(Checkpoint.open(folder, weights=False).config)
+    config = Checkpoint.open(folder, weights=False).config
+    admit(config, folder)
+    cls: Any = model_class(config)
     with quiet_transformers():
         try:
             _, report = cls.from_pretrained(

@@ -40,7 +40,7 @@ class RefineWork:
 
     Args:
         folder: made when the first states are written; ``RefineWork.beside`` names it for an output.
-        identity: what determines the result.
+        identity: what determines the result, or the part of it that is known so far.
 
     Attributes:
         layer: the next layer to fit; None when nothing is there yet.
@@ -81,19 +81,26 @@ class RefineWork:
                 "Give what you gave then to continue it, or remove the folder to start anew.",
             )
 
-    def start(self, blocks: int, tokens: int, hidden: int) -> None:
-        """Make the folder.
+    def require_place(self, blocks: int, tokens: int, hidden: int) -> None:
+        """Refuse, before anything is computed, where the work could not be started or gone on with.
 
         Raises:
             UsageError: a folder of that name holds something else.
             HeadfoldError: the file system has too little room.
         """
-        require_space(self.folder, 4 * blocks * tokens * hidden * _STATES_AT_ONCE)
-        if self.folder.exists() and not remove_work(self.folder):
+        if self.folder.exists() and not _is_work(self.folder):
             raise UsageError(
                 f"{self.folder}, where refinement keeps its work, holds something else.",
                 "Move it away, or choose another output path.",
             )
+        if self.layer is None:
+            require_space(self.folder, 4 * blocks * tokens * hidden * _STATES_AT_ONCE)
+
+    def start(self, blocks: int, tokens: int, hidden: int) -> None:
+        """Make the folder; the errors are those of :meth:`require_place`."""
+        self.require_place(blocks, tokens, hidden)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         _write_json(self.folder / _IDENTITY, self.identity)
 
@@ -135,12 +142,15 @@ class RefineWork:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
 
-def remove_work(folder: Path) -> bool:
-    """Remove the work of a refinement; False, with nothing done, where the folder holds something else."""
-    if not (folder / _IDENTITY).exists() and any(folder.iterdir()):
-        return False
-    shutil.rmtree(folder)
-    return True
+def remove_work(folder: Path) -> None:
+    """Remove the work of a refinement; a folder that holds something else stays."""
+    if _is_work(folder):
+        shutil.rmtree(folder)
+
+
+def _is_work(folder: Path) -> bool:
+    """True for a folder that refinement made, and for an empty one."""
+    return folder.is_dir() and ((folder / _IDENTITY).exists() or not any(folder.iterdir()))
 
 
 def _write_json(file: Path, content: Any) -> None:

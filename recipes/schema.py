@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UsageError
 from ..eval.settings import EvalSettings
+from ..uptrain.idle import refuse_idle
 from ..uptrain.settings import UptrainSettings
 
 _SHIPPED = Path(__file__).parent
@@ -66,6 +67,7 @@ def load_recipe(path: str | Path) -> Recipe:
         recipe = Recipe.model_validate(content)
     except ValidationError as problem:
         raise UsageError(f"{file}: {_explain(problem)}", "See recipes/demo.yaml for a complete example.") from problem
+    refuse_idle(recipe.uptrain, recipe.uptrain.model_fields_set)
     beside = file.parent / recipe.checkpoint
     return recipe.model_copy(update={"checkpoint": str(beside)}) if beside.is_dir() else recipe
 

@@ -49,6 +49,19 @@ def plan_budget(settings: UptrainSettings) -> Budget:
     return Budget(max(1, math.ceil(tokens / per_step)), per_step)
 
 
+def refuse_uneven(batch: int, processes: int) -> None:
+    """Every process takes as many blocks of a step.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if batch % processes:
+        raise UsageError(
+            f"A batch of {batch} blocks cannot be shared evenly by {processes} processes.",
+            "Give a --batch that the number of processes divides.",
+        )
+
+
 def refuse_other_than_one(settings: UptrainSettings) -> None:
     """Whatever is trained: its budget is given in one way.
 

@@ -11,6 +11,7 @@ import typer
 from .. import console
 from ..errors import UsageError
 from ..options import DryRun, Out, Overwrite, Source, Trust
+from .idle import refuse_idle
 from .settings import UptrainSettings
 
 
@@ -23,6 +24,7 @@ def _default(field: str) -> Any:
 
 
 def uptrain(
+    context: typer.Context,
     checkpoint: Source,
     out: Out,
     data: Annotated[list[str], typer.Option(help=_help("data"))],
@@ -36,6 +38,10 @@ def uptrain(
     batch: Annotated[int, typer.Option(help=_help("batch"))] = _default("batch"),
     micro_batch: Annotated[int, typer.Option(help=_help("micro_batch"))] = _default("micro_batch"),
     isolate_documents: Annotated[bool, typer.Option("--isolate-documents", help=_help("isolate_documents"))] = False,
+    source_column: Annotated[str, typer.Option(help=_help("source_column"))] = _default("source_column"),
+    target_column: Annotated[str | None, typer.Option(help=_help("target_column"))] = None,
+    noise_density: Annotated[float, typer.Option(help=_help("noise_density"))] = _default("noise_density"),
+    mean_span: Annotated[float, typer.Option(help=_help("mean_span"))] = _default("mean_span"),
     train: Annotated[str, typer.Option(help=f"all, attention or kv; {_help('train')}")] = _default("train"),
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default(
         "learning_rate"
@@ -59,6 +65,7 @@ def uptrain(
     ),
     temperature: Annotated[float, typer.Option(help=_help("temperature"))] = _default("temperature"),
     divergence: Annotated[str, typer.Option(help=_help("divergence"))] = _default("divergence"),
+    hidden_weight: Annotated[float, typer.Option(help=_help("hidden_weight"))] = _default("hidden_weight"),
     precision: Annotated[str, typer.Option(help=f"auto, fp32 or bf16, {_help('precision')}")] = _default("precision"),
     device: Annotated[str, typer.Option(help="auto or cpu")] = _default("device"),
     gradient_checkpointing: Annotated[
@@ -105,8 +112,10 @@ def uptrain(
             raise UsageError("--teacher and --no-teacher contradict each other.", "Leave one of them out.")
         given["teacher"] = None
     settings = _settings(given)
-    if measure and not dry_run:
-        raise UsageError("--measure goes with --dry-run.", "Add --dry-run, or leave --measure out.")
+    refuse_idle(settings, {name for name in given if _was_given(context, name)})
+    looking = {"--measure": measure, "--device-memory": device_memory is not None}
+    for option in [name for name, used in looking.items() if used and not dry_run]:
+        raise UsageError(f"{option} goes with --dry-run.", f"Add --dry-run, or leave {option} out.")
     if dry_run:
         _look_ahead(checkpoint, settings, launch, measure, _bytes(device_memory), trust_remote_code)
     elif launch is not None:
@@ -139,6 +148,12 @@ def _look_ahead(
     if measured:
         rows += measure(checkpoint, settings, layout, trust_remote_code=trust_remote_code)
     console.table(f"Uptraining {checkpoint}", ["", ""], rows)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    """An option stands on the command line, if only at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _bytes(gigabytes: float | None) -> int | None:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import HeadfoldError
+from .headloss import chunk_size
 from .settings import UptrainSettings
 
-_FLOAT32 = 4
-_CHUNK_BYTES, _CHUNK_POSITIONS = 256 * 2**20, 256  # as headloss.py takes them on a GPU
+_FLOAT32, _BF16 = 4, 2
+_KEPT_IN_BF16 = 3  # bytes of an activation on average: what norms keep stays float32
 _COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
 
 
@@ -93,27 +96,31 @@ def plan_cost(
     student: Shape,
     teacher: Shape | None = None,
     *,
-    teacher_bytes: int = 2,
+    teacher_bytes: int = _BF16,
     processes: int = 1,
     sharded: bool = False,
+    bf16: bool = False,
+    cpu: bool = False,
 ) -> Plan:
     """Estimate a run on ``processes`` devices.
 
     Weights, their gradients and AdamW's two moments are float32; under FSDP each device holds its share of all that
     and of the teacher. A layer keeps about 12 C + 5 I numbers a token for its backward pass where attention itself
     is computed in one fused piece, C being the hidden size and I the width of the MLP; with gradient checkpointing
-    the C at its entrance, and one layer at a time the rest.
+    the C at its entrance, and one layer at a time the rest. A forward pass in bf16 keeps a bf16 copy of each weight
+    for the backward pass; under FSDP layers are gathered anew instead.
 
     Args:
         teacher_bytes: of one of the teacher's weights.
         sharded: the processes share the weights (FSDP) instead of each holding all (DDP).
+        bf16: the forward pass computes in bf16.
+        cpu: the devices are CPUs, where chunks of logits are smaller.
     """
     share = processes if sharded else 1
-    width = 2 if settings.precision == "bf16" else _FLOAT32
-    positions = settings.micro_batch * settings.block
-    kept = (12 * student.hidden + 5 * student.inner) * positions * width
+    positions = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.block
+    kept = (12 * student.hidden + 5 * student.inner) * positions * (_KEPT_IN_BF16 if bf16 else _FLOAT32)
     through = student.hidden * positions * _FLOAT32 * student.layers
-    chunk = min(positions, max(_CHUNK_BYTES // (_FLOAT32 * student.vocabulary), _CHUNK_POSITIONS))
+    chunk = min(positions, chunk_size(student.vocabulary, torch.device("cpu" if cpu else "cuda")))
     memory = {
         "weights": student.parameters * _FLOAT32 // share,
         "gradients": student.trained * _FLOAT32 // share,
@@ -121,8 +128,12 @@ def plan_cost(
         "activations": through + kept if settings.gradient_checkpointing else kept * student.layers,
         "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
     }
+    if bf16 and not sharded:
+        memory["weights in bf16"] = student.parameters * _BF16
     if teacher is not None:
         memory["teacher"] = teacher.parameters * teacher_bytes // share
+    if teacher is not None and settings.hidden_weight:
+        memory["hidden states"] = through  # the teacher's, which make room for the differences one by one
     return Plan(_flops(student, teacher) * tokens, memory)
 
 
@@ -132,16 +143,13 @@ def shape_on_paper(place: str | Path, train: str = "all", *, trust_remote_code: 
     Raises:
         UsageError, CheckpointError: there is no config.json to be had.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    from ..checkpoint.load import blank_language_model
     from ..checkpoint.source import Checkpoint
     from .optim import freeze_the_rest
 
     source = Checkpoint.open(place, weights=False)
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = blank_language_model(source.folder, trust_remote_code=trust_remote_code)
     freeze_the_rest(model, train)
     named = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(named), torch.float32)

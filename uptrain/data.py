@@ -8,16 +8,20 @@ processes follows the one on a single process, and a run can resume on another n
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..corpus import Corpus, Document, Encoder
+from ..corpus import Corpus, Document
 from ..errors import DataError
+from ..pairs import Pair, PairEncoder
 
 _SHUFFLE_BUFFER = 10_000  # documents
 _CHUNK_TOKENS = 2**20
+
+Encode = Callable[[str], list[int]]
+"""Text to token ids."""
 
 
 @dataclass
@@ -72,7 +76,7 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
 class _Packer:
     """Documents one after the other, cut into blocks; the remainder is carried over, also to the next pass."""
 
-    def __init__(self, corpus: Corpus, encode: Encoder, block: int, seed: int, start: Position) -> None:
+    def __init__(self, corpus: Corpus, encode: Encode, block: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._block, self._seed = corpus, encode, block, seed
         self.epoch, self.documents = start.epoch, start.documents
         self.carry, self.openings = list(start.carry), list(start.openings)
@@ -138,7 +142,7 @@ class BlockStream:
     """
 
     def __init__(
-        self, corpus: Corpus, encode: Encoder, *, block: int, seed: int, position: Position | None = None
+        self, corpus: Corpus, encode: Encode, *, block: int, seed: int, position: Position | None = None
     ) -> None:
         self._seed = seed
         self._blocks_per_chunk = max(1, _CHUNK_TOKENS // block)
@@ -166,3 +170,42 @@ class BlockStream:
         # a new object each time: the one handed out earlier may be part of a save
         self.position = replace(self.position, drawn=self.position.drawn + 1)
         return self._chunk[self.position.drawn - 1]
+
+
+class PairStream:
+    """Endless pairs of a corpus with targets, in another order on each pass.
+
+    Args:
+        position: where to continue, from :attr:`position` of an earlier stream; the default is the beginning.
+
+    Raises (on iteration):
+        DataError: one whole pass over the corpus gives no pair.
+    """
+
+    def __init__(self, corpus: Corpus, encode: PairEncoder, *, seed: int, position: Position | None = None) -> None:
+        self._corpus, self._encode, self._seed = corpus, encode, seed
+        self.position = replace(position) if position else Position()
+        self._open_pass()
+
+    def _open_pass(self) -> None:
+        """Start, or go on with, the pass that the position is in."""
+        self._found = self.position.documents > 0
+        documents = shuffled(iter(self._corpus), f"{self._seed}:{self.position.epoch}")
+        self._pass = islice(documents, self.position.documents, None)
+
+    def __iter__(self) -> PairStream:
+        return self
+
+    def __next__(self) -> Pair:
+        while True:
+            document = next(self._pass, None)
+            if document is None:
+                if not self._found:
+                    raise DataError(f"{self._corpus.spec} holds no pair of texts.", "Give columns that are not empty.")
+                self.position = Position(self.position.epoch + 1)
+                self._open_pass()
+                continue
+            self.position = replace(self.position, documents=self.position.documents + 1)
+            if document.text.strip() and document.target and document.target.strip():
+                self._found = True
+                return self._encode(document.text, document.target)

@@ -41,8 +41,9 @@ def make_accelerator(settings: UptrainSettings, trackers: list[str], logs: Path)
         trackers: names as accelerate knows them; those that write files do so in ``logs``.
     """
     AcceleratorState._reset_state()
-    cpu = settings.device == "cpu" or not torch.accelerator.is_available()
-    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and _has_fast_bf16(cpu))
+    asked = settings.device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
+    cpu = asked or not torch.accelerator.is_available()
+    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and has_fast_bf16(cpu))
     precision = "bf16" if bf16 else "no"
     log_with: list[Any] | None = list(trackers) or None  # an empty list would earn a warning
     accelerator = Accelerator(cpu=cpu, mixed_precision=precision, log_with=log_with, project_dir=logs)
@@ -78,8 +79,8 @@ def _settle_sharding(accelerator: Accelerator) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def _has_fast_bf16(cpu: bool) -> bool:
-    """bf16 pays on every accelerator that has it, and on CPUs with matrix units (AMX) for it."""
+def has_fast_bf16(cpu: bool) -> bool:
+    """bf16 pays on every accelerator that has it, and on CPUs with matrix units (AMX) for it. Of this machine."""
     if not cpu:
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: absent in some versions, then fp32

@@ -11,15 +11,16 @@ import torch
 from ..checkpoint.source import Checkpoint
 from ..console import human_bytes, human_seconds, info
 from ..errors import HeadfoldError
-from .budget import plan_budget
+from .budget import plan_budget, refuse_uneven
 from .cost import plan_cost, refuse_what_cannot_fit, shape_on_paper
-from .devices import memory_bytes
+from .devices import has_fast_bf16, memory_bytes
 from .launch import Layout
 from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
 from .teacher import converted_from
 
 _MEASURED_STEPS = 10
+_FLOAT32 = 4
 
 
 def look_ahead(
@@ -41,11 +42,13 @@ def look_ahead(
         rows of a name and a value, to print.
 
     Raises:
-        UsageError: no budget. HeadfoldError: the run cannot fit into the device.
+        UsageError: no budget, or a batch that the processes cannot share.
+        HeadfoldError: the run cannot fit into the device.
     """
     source = _config_of(checkpoint)
     settings = resolve_pretraining(settings, checkpoint, source)
     budget = plan_budget(settings)
+    refuse_uneven(settings.batch, layout.processes)
     rows = [
         ["tokens", f"{budget.tokens:,}"],
         ["steps", f"{budget.steps:,}"],
@@ -58,26 +61,37 @@ def look_ahead(
     student, _ = shape_on_paper(source.folder, settings.train, trust_remote_code=trust_remote_code)
     place = _teacher_on_paper(settings, source)
     teacher, teacher_bytes = shape_on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
+    cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
     plan = plan_cost(
         settings,
         budget.tokens,
         student,
         teacher,
-        teacher_bytes=teacher_bytes,
+        teacher_bytes=teacher_bytes if bf16 or not cpu else _FLOAT32,  # as load_teacher has it
         processes=layout.processes,
         sharded=layout.sharded,
+        bf16=bf16,
+        cpu=cpu,
     )
+    rows += [["forward pass in", f"{'bf16' if bf16 else 'float32'} on {'a CPU' if cpu else 'a GPU'}"]]
     rows += [["parameters", f"{student.parameters:,}"], ["teacher", place or "none"]]
     rows += [["operations", f"{plan.flops:.2e}"]]
     rows += [[f"memory for {name}", human_bytes(size)] for name, size in plan.memory.items()]
     rows += [["memory of one device", f"about {human_bytes(plan.bytes_per_device)}"]]
     available, where = device_bytes, "a device"
     if available is None and layout.processes == 1:
-        device = torch.device("cuda" if torch.cuda.is_available() and settings.device != "cpu" else "cpu")
-        available, where = memory_bytes(device), "this machine"
+        available, where = memory_bytes(torch.device("cpu" if cpu else "cuda")), "this machine"
     if refuse and available is not None:
         refuse_what_cannot_fit(plan, available, where)
     return rows
+
+
+def _computing(settings: UptrainSettings, layout: Layout, here: bool) -> tuple[bool, bool]:
+    """(on CPUs, in bf16) for a run on this machine, or else on GPUs, which all have bf16."""
+    gpu_here = torch.cuda.is_available()
+    cpu = settings.device == "cpu" or layout.cpu or (here and layout.processes == 1 and not gpu_here)
+    fast = has_fast_bf16(cpu) if cpu or gpu_here else True
+    return cpu, settings.precision == "bf16" or (settings.precision == "auto" and fast)
 
 
 def _teacher_on_paper(settings: UptrainSettings, source: Checkpoint) -> str | None:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from transformers import GenerationConfig
 
 from ..checkpoint.card import write_card
-from ..checkpoint.load import load_causal_lm
+from ..checkpoint.load import load_language_model
 from ..checkpoint.publish import publishing
 from ..checkpoint.record import METRICS_NAME, last_entry, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
@@ -64,7 +64,7 @@ def write_trained(
         (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
         copy_side_files(source, folder)
         left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
-        load_causal_lm(folder, device_map="meta", trust_remote_code=trust_remote_code)
+        load_language_model(folder, device_map="meta", trust_remote_code=trust_remote_code)
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
         write_record(folder, source.folder, {**entry, "tensors_left_out": left_out})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .hidden import Taps, layer_distance
 from .losses import Objective, Sums
 from .split import Split, divert
 
@@ -32,6 +33,7 @@ class Lesson:
         targets_N: those next tokens.
         teacher_NX: what the teacher's head makes its logits from at these positions; None without a teacher.
         teacher: the teacher itself.
+        layers_BTC: what each of the teacher's layers put out; None where hidden states are left alone.
     """
 
     objective: Objective
@@ -39,6 +41,7 @@ class Lesson:
     targets_N: Tensor
     teacher_NX: Tensor | None = None
     teacher: Split | None = None
+    layers_BTC: list[Tensor] | None = None
 
     def chunk(self, logits_NV: Tensor, place: slice) -> tuple[Sums, Tensor]:
         """Sums and gradient for the logits of the positions at ``place``."""
@@ -49,20 +52,30 @@ class Lesson:
         return self.objective(logits_NV, self.targets_N[place], teacher_NV)
 
 
-def teach_in_chunks(model: Any) -> Split:
+def teach_in_chunks(model: Any, taps: Taps | None = None) -> Split:
     """Let ``model(lesson=Lesson, **inputs)`` return the :class:`Sums` of that lesson; other calls stay as they are.
 
     The loss is computed inside the call of the head, which is inside that of the model, since a sharded model has its
     whole weights there and nowhere else.
+
+    Args:
+        taps: of the model's layers, for lessons that have the teacher's.
     """
     split = Split(model)
 
-    def on_model(*, lesson: Lesson, **inputs: Any) -> Sums:
-        states_NX = split.features(**inputs)[lesson.keep_BT]
+    def on_head(lesson: Lesson, states_NX: Tensor) -> Sums:
         if split.whole:
             return _lesson_sums(split, lesson, states_NX)
         sums: Sums = split.head(states_NX, lesson=lesson)
         return sums
+
+    def on_model(*, lesson: Lesson, **inputs: Any) -> Sums:
+        if taps is None or lesson.layers_BTC is None:
+            return on_head(lesson, split.features(**inputs)[lesson.keep_BT])
+        with taps.watching() as layers_BTC:
+            states_BTX = split.features(**inputs)
+        sums = on_head(lesson, states_BTX[lesson.keep_BT])
+        return lesson.objective.with_hidden(sums, layer_distance(layers_BTC, lesson.layers_BTC, lesson.keep_BT))
 
     if not split.whole:
         divert(split.head, "lesson", lambda states_NX, *, lesson: _lesson_sums(split, lesson, states_NX))
@@ -91,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         grad_NX = torch.empty_like(states_NX)
         grads: list[Tensor] = []
-        totals = torch.zeros(3, device=states_NX.device)
+        totals = torch.zeros(len(Sums._fields), device=states_NX.device)
         for first in range(0, len(states_NX), size):
             place = slice(first, first + size)
             with torch.enable_grad():
@@ -109,10 +122,9 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.places = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
         ctx.count = len(parameters)
         ctx.save_for_backward(grad_NX, *grads)
-        loss, cross_entropy, divergence = totals.unbind()
-        loss, cross_entropy, divergence = loss.clone(), cross_entropy.clone(), divergence.clone()
-        ctx.mark_non_differentiable(cross_entropy, divergence)
-        return loss, cross_entropy, divergence
+        loss, *parts = (one.clone() for one in totals.unbind())
+        ctx.mark_non_differentiable(*parts)
+        return loss, *parts
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .mixture import Batch
-from .step import model_inputs
+from .batch import PackedBatch
 
 _TOLERANCE = 1e-4  # share of the largest logit
 _LENGTH = 5  # tokens of each of the two documents that are tried
@@ -27,7 +26,7 @@ def refuse_leaks(model: Any) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            packed = model(use_cache=False, **model_inputs(Batch(ids_BT, opens_BT, 0, 0), isolate=True)).logits
+            packed = model(use_cache=False, **PackedBatch(ids_BT, opens_BT, 0, isolate=True).inputs).logits
             alone = model(input_ids=ids_BT[:, _LENGTH:], use_cache=False).logits
         apart = float((packed[:, _LENGTH:] - alone).abs().max() / alone.abs().max())
     except TypeError:

@@ -28,10 +28,13 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread: over how many processes, and whether they share the weights (FSDP) or each hold all."""
+    """How a run is spread: over how many processes, whether they share the weights (FSDP), whether on CPUs, and
+    whether mpirun starts them."""
 
     processes: int = 1
     sharded: bool = False
+    cpu: bool = False
+    by_mpirun: bool = False
 
 
 def find_launch(name: str) -> Path:
@@ -55,10 +58,8 @@ def read_layout(file: Path) -> Layout:
     """What a launch config says of processes and sharding.
 
     Raises:
-        UsageError: it is no launch config, or asks for FSDP in its first version.
+        UsageError: it is no launch config, or asks for what does not work here.
     """
-    from accelerate.utils import DistributedType  # brings torch
-
     try:
         content: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
@@ -68,16 +69,43 @@ def read_layout(file: Path) -> Layout:
     processes, kind = content.get("num_processes"), content.get("distributed_type")
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise _no_config(file, f"num_processes is {processes!r} and must be a whole number from 1")
-    if not isinstance(kind, str) or kind.upper() not in DistributedType.__members__:
-        raise _no_config(file, f"distributed_type is {kind!r} and must be one of accelerate's, such as 'NO' or FSDP")
-    sharded = kind.upper() == "FSDP"
-    if sharded:
-        plugin = content.get("fsdp_config") or {}
-        if not isinstance(plugin, dict):
-            raise _no_config(file, f"fsdp_config is {plugin!r} and must hold names with values")
-        if plugin.get("fsdp_version") != 2:
-            raise UsageError(f"{file} asks for FSDP in its first version.", "Set `fsdp_version: 2` in it.")
-    return Layout(processes, sharded)
+    if not isinstance(kind, str) or kind.upper() not in _KINDS:
+        raise _no_config(file, f"distributed_type is {kind!r}, and headfold runs with {', '.join(_KINDS)}")
+    kind = kind.upper()
+    _refuse_what_does_not_work(file, content, kind, processes)
+    cpu = kind == "MULTI_CPU" or content.get("use_cpu") is True
+    return Layout(processes, kind == "FSDP", cpu, by_mpirun=bool(_mpirun_hosts(content)))
+
+
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "FSDP")
+"""Kinds of launch, as accelerate names them, in which every process runs the whole loop."""
+
+
+def _refuse_what_does_not_work(file: Path, content: dict[str, Any], kind: str, processes: int) -> None:
+    """What a launch config may say and accelerate, or headfold, would take in silence."""
+    if kind == "NO" and processes > 1:
+        raise UsageError(
+            f"{file} asks for {processes} processes, and distributed_type 'NO' starts one.",
+            "Set `distributed_type: MULTI_GPU` in it, or MULTI_CPU, or FSDP.",
+        )
+    if content.get("mixed_precision") in ("fp16", "fp8"):
+        raise UsageError(
+            f"{file} asks for {content['mixed_precision']}, in which headfold does not train.",
+            "Set `mixed_precision: bf16` in it; --precision says what a run computes in.",
+        )
+    if kind != "FSDP":
+        return
+    plugin = content.get("fsdp_config") or {}
+    if not isinstance(plugin, dict):
+        raise _no_config(file, f"fsdp_config is {plugin!r} and must hold names with values")
+    if plugin.get("fsdp_version") != 2:
+        raise UsageError(f"{file} asks for FSDP in its first version.", "Set `fsdp_version: 2` in it.")
+
+
+def _mpirun_hosts(content: dict[str, Any]) -> Any:
+    """The host file of a launch by mpirun, which starts the processes itself."""
+    mpirun = content.get("mpirun_config")
+    return mpirun.get("mpirun_hostfile") if isinstance(mpirun, dict) else None
 
 
 def _no_config(file: Path, fault: str) -> UsageError:
@@ -91,9 +119,12 @@ def launch(file: Path, arguments: Sequence[str]) -> None:
         Interrupted: a signal stopped it. It is passed on as SIGTERM, and the processes' save is waited for.
         SystemExit: it ended otherwise than well, with the launcher's exit code.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    layout = read_layout(file)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *_several(layout)]
     # a save of a large model takes longer than the half minute that the launcher waits before it kills
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}
+    if layout.cpu:  # which the launcher of several processes forgets
+        environment["ACCELERATE_USE_CPU"] = "true"
     # a session of its own is a group that can be signalled whole: for one process the launcher passes no signal on
     process = subprocess.Popen([*command, "-m", "headfold", *arguments], env=environment, start_new_session=True)
     asked = False
@@ -120,6 +151,16 @@ def launch(file: Path, arguments: Sequence[str]) -> None:
         raise Interrupted("Stopped by a signal.", "Run the same command to go on from the newest save.")
     if code:
         raise SystemExit(code)
+
+
+def _several(layout: Layout) -> list[str]:
+    """What makes the launcher start all processes of a config for CPUs.
+
+    By itself it leaves them to mpirun, and where that is not set up it starts a single process in silence. Its own
+    way of starting several is called ``--multi_gpu``; on which device they run is another question.
+    """
+    forgotten = layout.cpu and layout.processes > 1 and not (layout.sharded or layout.by_mpirun)
+    return ["--multi_gpu"] if forgotten else []
 
 
 def _lives(group: int) -> bool:

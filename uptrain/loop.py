@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..checkpoint.load import load_causal_lm, load_tokenizer
+from ..checkpoint.load import blank_language_model, load_language_model, load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..corpus import Encoder
 from ..errors import Interrupted, UnsupportedError, UsageError
 from .budget import Budget, plan_budget, refuse_other_than_one
 from .cost import flops_per_token
 from .devices import make_accelerator, peak_flops
+from .exercise import Exercise, choose_exercise
 from .finish import whole_weights, write_trained
 from .headloss import teach_in_chunks
+from .hidden import Taps, refuse_unlike_layers
 from .isolation import refuse_leaks
 from .metrics import Clock, Metrics, say_progress
 from .mixture import Mixture, Part, describe, open_mixture
@@ -32,7 +33,7 @@ from .settings import UptrainSettings
 from .signals import StopRequest, stop_on_signal
 from .state import Progress, Saves
 from .step import SpikeGuard, Stepper, StepResult
-from .teacher import converted_from, digest_of, load_teacher, resolve_teacher
+from .teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
 from .trackers import chosen_trackers, logs_folder
 from .watch import Watch, open_watch, recovered_share
 
@@ -109,11 +110,12 @@ def open_run(
     budget = plan_budget(settings)
     trackers = chosen_trackers(settings.tracker)
     settings = resolve_teacher(settings, source)
-    parts = open_mixture(settings.corpora)
+    parts = open_mixture(settings.corpora, settings.columns)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     set_seed(settings.seed)
     model = _build(source, from_scratch, trust_remote_code)
     _refuse_long_blocks(settings.block, model.config)
+    exercise = choose_exercise(settings, tokenizer, model)
     if settings.isolate_documents:
         refuse_leaks(model)
     freeze_the_rest(model, settings.train)
@@ -121,15 +123,16 @@ def open_run(
     accelerator = make_accelerator(settings, trackers, logs_folder(out))
     identity = {"checkpoint": source.digest(), "text": describe(parts), "teacher": digest_of(settings.teacher)}
     saves = Saves(out, settings, identity)
-    text = _Text(parts, tokenizer, watch)
+    text = _Text(parts, exercise, tokenizer, watch)
     return Run(accelerator, settings, budget, saves, source, model, text, from_scratch, trust_remote_code)
 
 
 @dataclass(frozen=True)
 class _Text:
-    """What a run reads: the corpora it learns from, the tokenizer, and held-out text."""
+    """What a run reads: the corpora, what it does with them, the tokenizer, and held-out text."""
 
     parts: Sequence[Part]
+    exercise: Exercise
     tokenizer: Any
     watch: Watch | None
 
@@ -156,15 +159,14 @@ class Run:
     def prepare(self, restart: bool = False) -> None:
         """Put everything on its device, and restore the newest save if there is one."""
         settings, student = self.settings, self.model
-        self.teacher = (
-            load_teacher(settings.teacher, self.accelerator, student, self._text.tokenizer, self._trust)
-            if settings.teacher
-            else None
-        )
+        self.teacher = self._load_teacher(settings)
         self._flops = flops_per_token(student, self.teacher.model if self.teacher else None)
         self._peak = peak_flops(self.accelerator.device)
         _speed_up(student, settings)
-        if teach_in_chunks(student).whole:
+        taps = Taps(student) if settings.hidden_weight else None
+        if taps is not None and self.teacher is not None and self.teacher.taps is not None:
+            refuse_unlike_layers(taps, self.teacher.taps)
+        if teach_in_chunks(student, taps).whole:
             info(f"{type(student).__name__} cannot be cut below its head: all logits of a micro-batch are in memory.")
         self.model, self._optimizer = self.accelerator.prepare(student, make_optimizer(student, settings))
         schedule = make_schedule(settings, self.budget.steps)
@@ -176,11 +178,7 @@ class Run:
         progress = self.saves.load_newest(self.accelerator)
         self.step = progress.step if progress else 0
         self.stream = Mixture(
-            self._text.parts,
-            Encoder(self._text.tokenizer),
-            block=settings.block,
-            seed=settings.seed,
-            positions=progress.positions if progress else None,
+            self._text.parts, self._text.exercise, progress.positions if progress else None
         )
         self._guard = SpikeGuard(settings.spike, progress.losses if progress else ())
         self.accelerator.init_trackers("headfold", _plain(settings))
@@ -190,6 +188,12 @@ class Run:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
             info(f"{self.budget.tokens:,} tokens: {self.budget.steps:,} steps of {self.budget.tokens_per_step:,}.")
+
+    def _load_teacher(self, settings: UptrainSettings) -> Teacher | None:
+        if settings.teacher is None:
+            return None
+        tokenizer, tapped = self._text.tokenizer, settings.hidden_weight > 0
+        return load_teacher(settings.teacher, self.accelerator, self.model, tokenizer, self._trust, tapped)
 
     def train(self, stop: StopRequest) -> None:
         """Step until the budget is spent."""
@@ -256,13 +260,15 @@ class Run:
         line: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.budget.tokens_per_step,
-            "loss": sum(result.loss for result in results) / len(results),
+            "loss": fmean(result.loss for result in results),
             "learning_rate": self.stepper.learning_rate(self.step - 1),
             "gradient_norm": results[-1].gradient_norm,
             "tokens_per_second": rate,
         }
         if self.teacher is not None:
-            line["divergence"] = sum(result.divergence for result in results) / len(results)
+            line["divergence"] = fmean(result.divergence for result in results)
+        if self.settings.hidden_weight:
+            line["hidden"] = fmean(result.hidden for result in results)
         if self._peak is not None:
             line["mfu"] = rate * self._flops / (self._peak * self.accelerator.num_processes)
         recovered = recovered_share(self.metrics.lines)
@@ -305,9 +311,8 @@ class Run:
 def _build(source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> Any:
     """The model with float32 master weights; updates smaller than bf16's step size would be lost otherwise."""
     if not from_scratch:
-        return load_causal_lm(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return load_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    return blank_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
 def _refuse_long_blocks(block: int, config: Any) -> None:

@@ -20,11 +20,15 @@ Direction = Literal["forward", "reverse"]
 
 
 class Sums(NamedTuple):
-    """Summed over positions, float32, in nats: the weighted loss, and what it is made of (zero where not asked for)."""
+    """Summed over positions, float32: the weighted loss, and what it is made of (zero where not asked for).
+
+    Nats, but for ``hidden``, which has no unit (:func:`headfold.uptrain.hidden.layer_distance`).
+    """
 
     loss: Tensor
     cross_entropy: Tensor
     divergence: Tensor
+    hidden: Tensor
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,28 +70,35 @@ _DIVERGENCES = {"forward": forward_divergence, "reverse": reverse_divergence}
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run minimises: ``weight`` · divergence from the teacher + (1 − ``weight``) · cross-entropy.
+    """What a run minimises: ``weight`` · divergence from the teacher + (1 − ``weight``) · cross-entropy, and
+    ``hidden_weight`` · distance of the hidden states to the teacher's.
 
     Attributes:
         weight: share of the divergence where there is a teacher.
         temperature: divides the logits of both before they are compared.
         direction: ``forward`` is KL(teacher ‖ student), which covers all that the teacher finds likely; ``reverse`` is
             KL(student ‖ teacher), which keeps away from what the teacher finds unlikely.
+        hidden_weight: of the hidden states, beside the rest; 0 leaves them alone.
     """
 
     weight: float = 1.0
     temperature: float = 1.0
     direction: Direction = "forward"
+    hidden_weight: float = 0.0
 
     def __call__(self, logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Sums, Tensor]:
         """The sums, and the gradient (N, V) of ``loss`` by the student's logits."""
         zero = torch.zeros((), device=logits_NV.device)
         if teacher_NV is None:
             loss, grad_NV = cross_entropy(logits_NV, targets_N)
-            return Sums(loss, loss, zero), grad_NV
+            return Sums(loss, loss, zero, zero), grad_NV
         divergence, grad_NV = _DIVERGENCES[self.direction](logits_NV, teacher_NV, self.temperature)
         if self.weight == 1:
-            return Sums(divergence, zero, divergence), grad_NV
+            return Sums(divergence, zero, divergence, zero), grad_NV
         loss, text_grad_NV = cross_entropy(logits_NV, targets_N)
         grad_NV.mul_(self.weight).add_(text_grad_NV, alpha=1 - self.weight)
-        return Sums(self.weight * divergence + (1 - self.weight) * loss, loss, divergence), grad_NV
+        return Sums(self.weight * divergence + (1 - self.weight) * loss, loss, divergence, zero), grad_NV
+
+    def with_hidden(self, sums: Sums, hidden: Tensor) -> Sums:
+        """The sums with the distance of the hidden states added."""
+        return sums._replace(loss=sums.loss + self.hidden_weight * hidden, hidden=hidden)

@@ -73,6 +73,7 @@ class Clock:
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
     "divergence": lambda value: f"KL {value:.4f}",
+    "hidden": lambda value: f"hidden {value:.4f}",
     "learning_rate": lambda value: f"lr {value:.2e}",
     "gradient_norm": lambda value: f"|g| {value:.2f}",
     "tokens_per_second": lambda value: f"{value:,.0f} tok/s",

@@ -1,61 +1,35 @@
-"""Batches drawn from one corpus or from a mixture of several, with a position that can be saved.
-
-Letters of shapes: B blocks, T tokens of a block.
-"""
+"""Batches drawn from one corpus or from a mixture of several, with a position that can be saved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..corpus import TRAIN, Corpus, Encoder, open_corpus
+from ..corpus import TEXT, TRAIN, Columns, Corpus, open_corpus
 from ..errors import UsageError
-from .data import Block, BlockStream, Position
+from .batch import Batch
+from .data import Position
+from .exercise import Exercise
 
 _WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9]+(\.[0-9]*)?)")
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One process's blocks of one step.
-
-    Attributes:
-        ids_BT: token ids.
-        opens_BT: True where a document opens.
-        targets: tokens of the whole step, over all processes, that have a predecessor in their block.
-        inner_openings: those of them that open a document.
-    """
-
-    ids_BT: Tensor
-    opens_BT: Tensor
-    targets: int
-    inner_openings: int
-
-    def split(self, blocks: int) -> Iterator[Batch]:
-        """Micro-batches; what is counted stays that of the whole step."""
-        for ids_MT, opens_MT in zip(self.ids_BT.split(blocks), self.opens_BT.split(blocks), strict=True):
-            yield replace(self, ids_BT=ids_MT, opens_BT=opens_MT)
-
-    def to(self, device: torch.device) -> Batch:
-        return replace(self, ids_BT=self.ids_BT.to(device), opens_BT=self.opens_BT.to(device))
-
-
-@dataclass(frozen=True)
 class Part:
-    """One corpus of a mixture; ``weight`` is its share of the blocks, relative to the others'."""
+    """One corpus of a mixture; ``weight`` is its share of the items, relative to the others'."""
 
     corpus: Corpus
     weight: float
 
 
-def open_mixture(specs: Sequence[str]) -> list[Part]:
+def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Part]:
     """Open ``NAME`` or ``NAME=WEIGHT``, the weight being 1 where none is given.
+
+    Args:
+        columns: of their records.
 
     Raises:
         UsageError: no name, a weight of zero, the same corpus twice, or what :func:`open_corpus` refuses.
@@ -68,7 +42,7 @@ def open_mixture(specs: Sequence[str]) -> list[Part]:
         name, weight = (found["name"], float(found["weight"])) if found else (spec, 1.0)
         if weight <= 0:
             raise UsageError(f"The corpus {name} has the weight {weight:g}.", "Leave it out, or give it more than 0.")
-        parts.append(Part(open_corpus(name, TRAIN), weight))
+        parts.append(Part(open_corpus(name, TRAIN, columns), weight))
     names = [part.corpus.spec for part in parts]
     if len(set(names)) < len(names):
         raise UsageError(f"A corpus is named twice: {', '.join(names)}.", "Name it once, with the weight of both.")
@@ -82,7 +56,7 @@ def describe(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MixturePosition:
-    """Where one stream of a mixture stands: blocks it has given, and its own position."""
+    """Where one stream of a mixture stands: items it has given, and its own position."""
 
     drawn: int = 0
     stream: Position | None = None
@@ -96,32 +70,28 @@ class MixturePosition:
 
 
 class Mixture:
-    """Blocks from several streams in the proportion of their weights, the same on every process.
+    """Items from several streams in the proportion of their weights, the same on every process.
 
-    Every next block comes from the stream that lags most behind its share, so the proportion holds in any stretch of
-    the run, not only in the mean. Every process walks all streams and takes its own blocks of each step: reading text
+    Every next item comes from the stream that lags most behind its share, so the proportion holds in any stretch of
+    the run, not only in the mean. Every process walks all streams and takes its own items of each step: reading text
     costs little beside a forward pass, and the batches are then the same for any number of processes.
 
     Args:
+        exercise: what is made of the text.
         positions: where the streams continue, one each, from :meth:`positions` of an earlier mixture.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
-        encode: Encoder,
-        *,
-        block: int,
-        seed: int,
+        exercise: Exercise,
         positions: Sequence[MixturePosition] | None = None,
     ) -> None:
         starts = positions or [MixturePosition() for _ in parts]
+        self._exercise = exercise
         self._weights = [part.weight for part in parts]
         self._drawn = [start.drawn for start in starts]
-        self._streams = [
-            BlockStream(part.corpus, encode, block=block, seed=seed, position=start.stream)
-            for part, start in zip(parts, starts, strict=True)
-        ]
+        self._streams = [exercise.stream(part.corpus, start.stream) for part, start in zip(parts, starts, strict=True)]
 
     def positions(self) -> list[MixturePosition]:
         return [
@@ -132,19 +102,12 @@ class Mixture:
         """Complete passes over each corpus."""
         return [stream.position.epoch for stream in self._streams]
 
-    def __next__(self) -> Block:
+    def __next__(self) -> Any:
         owed = [(drawn + 1) / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]
         chosen = owed.index(min(owed))
         self._drawn[chosen] += 1
         return next(self._streams[chosen])
 
-    def next_batch(self, blocks: int, *, rank: int, processes: int) -> Batch:
-        """The next ``blocks`` blocks; every ``processes``-th of them, counted from ``rank``, is this process's."""
-        step = [next(self) for _ in range(blocks)]
-        mine = step[rank::processes]
-        ids_BT = torch.tensor([block.ids for block in mine], dtype=torch.long)
-        opens_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        for row, block in enumerate(mine):
-            opens_BT[row, block.openings] = True
-        inner = sum(place > 0 for block in step for place in block.openings)
-        return Batch(ids_BT, opens_BT, blocks * (ids_BT.shape[1] - 1), inner)
+    def next_batch(self, items: int, *, rank: int, processes: int) -> Batch:
+        """The next ``items`` items; every ``processes``-th of them, counted from ``rank``, is this process's."""
+        return self._exercise.batch([next(self) for _ in range(items)], rank, processes)

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..corpus import Columns
+from ..spans import MEAN_SPAN, NOISE_DENSITY
+
 
 class UptrainSettings(BaseModel):
     """Everything that determines the resulting weights, and how the run is watched and saved.
@@ -34,6 +37,15 @@ class UptrainSettings(BaseModel):
     micro_batch: int = Field(8, gt=0, description="blocks of one forward pass on one process")
     isolate_documents: bool = Field(False, description="no attention across the documents packed into one block")
 
+    source_column: str = Field("text", description="of the records of --data: the text, what a model reads")
+    target_column: str | None = Field(
+        None, description="what an encoder-decoder is to write of it; without one it learns by span corruption"
+    )
+    noise_density: float = Field(
+        NOISE_DENSITY, gt=0, lt=1, description="share of the tokens that span corruption cuts out"
+    )
+    mean_span: float = Field(MEAN_SPAN, ge=1, description="tokens of a span of span corruption, on average")
+
     train: Literal["all", "attention", "kv"] = Field(
         "all", description="which weights are trained: all, those of attention, or those of keys and values"
     )
@@ -58,6 +70,10 @@ class UptrainSettings(BaseModel):
     temperature: float = Field(1.0, gt=0, description="divides the logits of teacher and student in the divergence")
     divergence: Literal["forward", "reverse"] = Field(
         "forward", description="forward: KL(teacher || student); reverse: KL(student || teacher)"
+    )
+
+    hidden_weight: float = Field(
+        0.0, ge=0, description="of the distance between the hidden states of student and teacher, layer by layer"
     )
 
     precision: Literal["auto", "fp32", "bf16"] = Field(
@@ -88,6 +104,11 @@ class UptrainSettings(BaseModel):
     def corpora(self) -> tuple[str, ...]:
         """The corpora to train on, one or several, weights included."""
         return (self.data,) if isinstance(self.data, str) else self.data
+
+    @property
+    def columns(self) -> Columns:
+        """Of the records to train on."""
+        return Columns(self.source_column, self.target_column)
 
 
 # What may change when a run resumes: how it is watched and saved, and how it computes the same thing.

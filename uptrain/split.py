@@ -1,4 +1,4 @@
-"""A causal language model cut below its head, so that logits exist for a chunk of positions at a time.
+"""A language model cut below its head, so that logits exist for a chunk of positions at a time.
 
 The logits of a vocabulary of 256,000 tokens are the largest tensors of a step by far; no more than a chunk of them
 ever stands in memory here, neither the student's nor the teacher's.
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..checkpoint.backbone import Backbone, trial_inputs
 
 _ROUNDING = 2**-6
 """Share of the largest logit by which two bf16 matrix products of different shape may differ."""
@@ -35,9 +37,7 @@ class Split:
         self._model = model
         self._forward = model.forward  # bound now: accelerate puts another one in its place
         self.head: Any = model.get_output_embeddings()
-        backbone = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-        able = isinstance(backbone, nn.Module) and backbone is not model and isinstance(self.head, nn.Module)
-        self._backbone: Any = backbone if able else None
+        self._backbone = Backbone.of(model) if isinstance(self.head, nn.Module) else None
         self._name = next((name for name, module in model.named_modules() if module is self.head), "")
         if self._backbone is not None and not self._can_be_cut():
             self._backbone = None
@@ -55,20 +55,18 @@ class Split:
 
     def features(self, **inputs: Any) -> Tensor:
         """What :meth:`logits` takes, (B, T, X): hidden states, or logits of a model run whole."""
-        outputs = self._forward(**inputs) if self.whole else self._backbone(**inputs)
-        states: Tensor = outputs.logits if self.whole else outputs.last_hidden_state
-        return states
+        if self._backbone is None:
+            logits_BTV: Tensor = self._forward(**inputs).logits
+            return logits_BTV
+        states_BTC: Tensor = self._backbone(**inputs).last_hidden_state
+        return states_BTC
 
     def logits(self, states_NX: Tensor) -> Tensor:
         """Logits (N, V) of these positions."""
-        if self.whole:
+        if self._backbone is None:
             return states_NX
-        from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions  # has all that heads read
-
-        outputs = MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=states_NX[None])
-        ids_1N = torch.zeros((1, len(states_NX)), dtype=torch.long, device=states_NX.device)
-        with _answering(self._backbone, lambda *_, **__: outputs), self._bare_head():
-            logits_1NV: Tensor = self._forward(input_ids=ids_1N, use_cache=False).logits
+        with self._backbone.answering(states_NX[None]) as inputs, self._bare_head():
+            logits_1NV: Tensor = self._forward(**inputs, use_cache=False).logits
         return logits_1NV[0]
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -89,8 +87,9 @@ class Split:
     def _gives_the_logits(self) -> bool:
         device = next(self._model.parameters()).device
         ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device)
-        whole_TV = self._forward(input_ids=ids_1T, use_cache=False).logits[0].float()
-        states_TC = self.features(input_ids=ids_1T, use_cache=False)[0]
+        inputs = trial_inputs(self._model, ids_1T)
+        whole_TV = self._forward(**inputs, use_cache=False).logits[0].float()
+        states_TC = self.features(**inputs, use_cache=False)[0]
         parts_TV = torch.cat([self.logits(states_TC[place : place + 1]) for place in range(3)]).float()
         apart = (parts_TV - whole_TV).abs().max()
         return bool(apart <= _ROUNDING * whole_TV.abs().max())
@@ -130,20 +129,6 @@ class _Bare(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_bare"], name)
-
-
-@contextmanager
-def _answering(module: Any, answer: Callable[..., Any]) -> Iterator[None]:
-    """While open, the module computes nothing and gives this answer."""
-    own = module.__dict__.get("forward")  # accelerate puts a forward of its own there
-    module.forward = answer
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def divert(module: Any, key: str, handler: Callable[..., Any]) -> None:

@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import TrainingError, UsageError
+from ..errors import TrainingError
+from .batch import Batch
+from .budget import refuse_uneven
 from .headloss import Lesson
 from .losses import Objective, Sums
-from .mixture import Batch
 from .optim import set_learning_rate
 from .settings import UptrainSettings
 from .teacher import Teacher
@@ -27,11 +28,15 @@ from .teacher import Teacher
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the step's target tokens and all processes, nats, and the norm of the gradient before clipping."""
+    """Means over the step's target tokens and all processes, and the norm of the gradient before clipping.
+
+    The losses are in nats; ``hidden``, the distance of hidden states, has no unit.
+    """
 
     loss: float
     cross_entropy: float
     divergence: float
+    hidden: float
     gradient_norm: float
 
 
@@ -53,14 +58,12 @@ class Stepper:
         learning_rate: Callable[[int], float],
         teacher: Teacher | None = None,
     ) -> None:
-        if settings.batch % accelerator.num_processes:
-            raise UsageError(
-                f"A batch of {settings.batch} blocks cannot be shared evenly by {accelerator.num_processes} processes.",
-                "Give a --batch that the number of processes divides.",
-            )
+        refuse_uneven(settings.batch, accelerator.num_processes)
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._settings, self._teacher = settings, teacher
-        self._objective = Objective(settings.distillation_weight, settings.temperature, settings.divergence)
+        self._objective = Objective(
+            settings.distillation_weight, settings.temperature, settings.divergence, settings.hidden_weight
+        )
         self.learning_rate = learning_rate
 
     def __call__(self, step: int, batch: Batch) -> StepResult:
@@ -69,9 +72,8 @@ class Stepper:
         Raises:
             TrainingError: the loss or the gradient is not finite; the weights are left as they were.
         """
-        # every process knows the targets of all
-        targets = batch.targets - (batch.inner_openings if self._settings.isolate_documents else 0)
-        totals = torch.zeros(3, device=self._accelerator.device)
+        targets = batch.targets  # of all processes
+        totals = torch.zeros(len(Sums._fields), device=self._accelerator.device)
         micro_batches = list(batch.split(self._settings.micro_batch))
         for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -82,8 +84,7 @@ class Stepper:
             totals += torch.stack([one.detach() for one in sums])
         means: Tensor = self._accelerator.reduce(totals, "sum") / max(1, targets)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
-        loss, cross_entropy, divergence = (float(mean) for mean in means.cpu())
-        result = StepResult(loss, cross_entropy, divergence, float(_whole(norm)))
+        result = StepResult(*means.tolist(), gradient_norm=float(_whole(norm)))
         self._refuse_what_is_no_number(step, result)
         set_learning_rate(self._optimizer, self.learning_rate(step))
         self._optimizer.step()
@@ -92,16 +93,12 @@ class Stepper:
 
     def _sums(self, micro: Batch) -> Sums:
         """Summed losses of one micro-batch, ``loss`` with its gradient."""
-        inputs = model_inputs(micro, self._settings.isolate_documents)
-        keep_MT = torch.ones_like(micro.opens_BT)
-        keep_MT[:, -1] = False
-        if self._settings.isolate_documents:
-            keep_MT[:, :-1] &= ~micro.opens_BT[:, 1:]  # what opens a document cannot be told from the one before
-        targets_N = micro.ids_BT.roll(-1, dims=1)[keep_MT]
-        teacher_NX, split = None, None
+        inputs, keep_MT, targets_N = micro.inputs, micro.keep_BT, micro.targets_N
+        teacher_NX, split, layers_MTC = None, None, None
         if self._teacher is not None:
-            teacher_NX, split = self._teacher.features(**inputs)[keep_MT], self._teacher.split
-        lesson = Lesson(self._objective, keep_MT, targets_N, teacher_NX, split)
+            states_MTX, layers_MTC = self._teacher.features(**inputs)
+            teacher_NX, split = states_MTX[keep_MT], self._teacher.split
+        lesson = Lesson(self._objective, keep_MT, targets_N, teacher_NX, split, layers_MTC)
         sums: Sums = self._model(lesson=lesson, use_cache=False, **inputs)
         return sums
 
@@ -112,18 +109,6 @@ class Stepper:
                 "the run diverged.",
                 "The last save is intact; lower --learning-rate or raise --warmup and start again with --restart.",
             )
-
-
-def model_inputs(batch: Batch, isolate: bool) -> dict[str, Tensor]:
-    """What the model is called with; positions that start again at each document keep documents apart.
-
-    transformers reads such positions as several sequences, given no attention mask and no cache.
-    """
-    if not isolate:
-        return {"input_ids": batch.ids_BT}
-    places_BT = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device).expand_as(batch.ids_BT)
-    openings_BT = torch.where(batch.opens_BT, places_BT, 0).cummax(dim=1).values
-    return {"input_ids": batch.ids_BT, "position_ids": places_BT - openings_BT}
 
 
 def _whole(norm: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..checkpoint.load import load_causal_lm, load_tokenizer
+from ..checkpoint.load import load_language_model, load_tokenizer
 from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..errors import HeadfoldError, UsageError
+from .hidden import Taps
+from .idle import TAUGHT, refuse_idle
 from .settings import UptrainSettings
 from .split import Split, divert
 
@@ -39,7 +42,8 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
     """Replace ``auto`` and ``source`` by the checkpoint they mean, and say which it is.
 
     Raises:
-        UsageError: ``source`` was asked for and nothing says what it is.
+        UsageError: ``source`` was asked for and nothing says what it is, or the settings say how to learn from a
+            teacher and there is none.
     """
     teacher = settings.teacher
     if teacher == "auto":
@@ -54,9 +58,16 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
                 "Name the teacher: --teacher CHECKPOINT.",
             )
         teacher = converted_from(checkpoint) or str(entry["source"])
-    if teacher is not None:
+    resolved = settings.model_copy(update={"teacher": teacher})
+    if teacher is None:
+        refuse_idle(resolved, [name for name in TAUGHT if getattr(settings, name) != getattr(_PLAIN, name)])
+    else:
         info(f"Teacher: {teacher} (--no-teacher trains on the text alone).")
-    return settings.model_copy(update={"teacher": teacher})
+    return resolved
+
+
+_PLAIN = UptrainSettings()
+"""Every setting at its default."""
 
 
 def digest_of(teacher: str | None) -> str | None:
@@ -72,34 +83,47 @@ class Teacher:
 
     Args:
         model: as loaded, on its device.
+        tapped: its layers' hidden states are asked for, too.
     """
 
-    def __init__(self, accelerator: Accelerator, model: Any) -> None:
+    def __init__(self, accelerator: Accelerator, model: Any, tapped: bool = False) -> None:
         self.model, self._accelerator = model, accelerator
         self.split = Split(model)
+        self.taps = Taps(model) if tapped else None  # before it is sharded, which renames its layers' classes
         # through the model's own call, since a sharded model has its whole weights only there
         divert(model, "features", lambda *, features, **inputs: self.split.features(**inputs))
         if accelerator.is_fsdp2:
             _shard(model)
 
-    def features(self, **inputs: Any) -> Tensor:
-        """What ``split.logits`` takes, for these inputs."""
-        with torch.no_grad(), self._accelerator.autocast():
-            states: Tensor = self.model(features=True, use_cache=False, **inputs)
-        return states
+    def features(self, **inputs: Any) -> tuple[Tensor, list[Tensor] | None]:
+        """What ``split.logits`` takes, for these inputs, and what each layer put out where it is tapped."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._accelerator.autocast())
+            layers_BTC = stack.enter_context(self.taps.watching()) if self.taps else None
+            states_BTX: Tensor = self.model(features=True, use_cache=False, **inputs)
+        return states_BTX, layers_BTC
 
 
 def load_teacher(
-    place: str, accelerator: Accelerator, student: Any, tokenizer: Any, trust_remote_code: bool
+    place: str,
+    accelerator: Accelerator,
+    student: Any,
+    tokenizer: Any,
+    trust_remote_code: bool,
+    tapped: bool = False,
 ) -> Teacher:
     """The frozen teacher in evaluation mode and in its own dtype; on a CPU without bf16 in float32, which is faster.
+
+    Args:
+        tapped: see :class:`Teacher`.
 
     Raises:
         UsageError: its tokens are not the student's.
     """
     slow = accelerator.device.type == "cpu" and accelerator.mixed_precision == "no"
     dtype = torch.float32 if slow else "auto"
-    model = load_causal_lm(place, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_language_model(place, dtype=dtype, trust_remote_code=trust_remote_code)
     vocabulary = load_tokenizer(place, trust_remote_code=trust_remote_code).get_vocab()
     widths = [one.get_output_embeddings().weight.shape[0] for one in (model, student)]
     if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
@@ -107,7 +131,7 @@ def load_teacher(
             f"The teacher {place} has another vocabulary than the checkpoint, so it cannot be followed.",
             "Distil from the checkpoint's own source, or pass --no-teacher.",
         )
-    return Teacher(accelerator, model.to(accelerator.device).eval().requires_grad_(False))
+    return Teacher(accelerator, model.to(accelerator.device).eval().requires_grad_(False), tapped)
 
 
 def _shard(model: Any) -> None:

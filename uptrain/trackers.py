@@ -25,8 +25,10 @@ def chosen_trackers(wanted: Sequence[str]) -> list[str]:
     """Names that accelerate takes; ``auto`` means tensorboard where it is installed, ``none`` nothing.
 
     Raises:
-        UsageError: an unknown name, or a tracker that is not installed.
+        UsageError: an unknown name, a tracker that is not installed, or ``none`` beside others.
     """
+    if "none" in wanted and len(wanted) > 1:
+        raise UsageError("`--tracker none` and other trackers contradict each other.", "Leave one of them out.")
     chosen = []
     for name in wanted:
         if name == "none" or (name == "auto" and find_spec("tensorboard") is None):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..checkpoint.load import load_causal_lm
+from ..checkpoint.load import load_language_model
 from ..corpus import HELDOUT, open_corpus
 from ..eval.perplexity import quick_perplexity
 from ..eval.windows import TokenDocument, tokenize_documents
@@ -31,7 +31,7 @@ class Watch:
 
     def perplexity_of(self, place: str, accelerator: Accelerator, trust_remote_code: bool) -> float:
         """That of a checkpoint that is loaded for this alone."""
-        model = load_causal_lm(place, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model = load_language_model(place, dtype=torch.float32, trust_remote_code=trust_remote_code)
         return self.perplexity(model.to(accelerator.device), accelerator)
 
 

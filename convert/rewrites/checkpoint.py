@@ -14,16 +14,14 @@ from .lazy import Lazy, require_finite
 
 
 @dataclass(frozen=True)
-class RewrittenCheckpoint(Checkpoint):
-    """Config, names, shapes and dtypes are those of the target type; folder and side files are the source's.
+class RetypedCheckpoint(Checkpoint):
+    """A source as another type: config.json is that of the target type, folder and side files are the source's.
 
     Attributes:
         original: the source as it is on disk.
         source_type, model_type: of the source and of this.
         class_name: of the target type.
         runs, fails: where the result runs and where it does not, a sentence each.
-        lazies: name → the tensor.
-        scratch: a folder in which it may be written whole, for those who have to run it.
     """
 
     original: Checkpoint | None = None
@@ -32,6 +30,29 @@ class RewrittenCheckpoint(Checkpoint):
     class_name: str = ""
     runs: str = ""
     fails: str = ""
+
+    def describe(self) -> dict[str, str]:
+        """What headfold.json says about it."""
+        return {
+            "from": self.source_type,
+            "to": self.model_type,
+            "class": self.class_name,
+            "runs": self.runs,
+            "fails": self.fails,
+        }
+
+
+@dataclass(frozen=True)
+class RewrittenCheckpoint(RetypedCheckpoint):
+    """Names, shapes and dtypes are those of the target type, too.
+
+    Attributes:
+        states_of: the type whose layers read the same inner states, of which statistics are.
+        lazies: name → the tensor.
+        scratch: a folder in which it may be written whole, for those who have to run it.
+    """
+
+    states_of: str = ""
     lazies: dict[str, Lazy] = field(default_factory=dict)
     scratch: Path | None = None
 
@@ -46,20 +67,10 @@ class RewrittenCheckpoint(Checkpoint):
         require_finite(name, tensor, lazy.dtype)
         return tensor
 
-    def describe(self) -> dict[str, str]:
-        """What headfold.json says about the rewrite."""
-        return {
-            "from": self.source_type,
-            "to": self.model_type,
-            "class": self.class_name,
-            "runs": self.runs,
-            "fails": self.fails,
-        }
-
     def digest(self) -> str:
-        """The digest of the source together with the type that it is rewritten as: its inner states differ."""
+        """The digest of the source together with the type that its inner states are those of."""
         assert self.original is not None
-        return hashlib.sha256(f"{self.original.digest()} as {self.model_type}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.original.digest()} as {self.states_of}".encode()).hexdigest()
 
 
 def headers_of(lazies: dict[str, Lazy], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:

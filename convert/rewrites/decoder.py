@@ -6,7 +6,7 @@ that a rotary position turns are paired as halves: row f with row f + dim/2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .lazy import Lazy, combined, wide
@@ -34,7 +34,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. ``mlp_norm`` is None where attention and MLP read the output of the same norm."""
+    """One decoder layer.
+
+    ``mlp_norm`` is None where attention and MLP read the output of the same norm. Both norms stand before what they
+    are named after, or after it (``Settings.norms_first``).
+    """
 
     attention_norm: Norm
     mlp_norm: Norm | None
@@ -56,7 +60,15 @@ class Settings:
         rope: ``rope_theta``, ``partial_rotary_factor`` and, where positions are stretched, ``rope_scaling``; empty
             where nothing is rotated.
         dropouts: of ``embedding``, ``residual`` and ``attention``.
-        scale_scores: False where scores are not divided by the square root of the head dim.
+        score_scale: factor of the scores; None is one over the square root of the head dim.
+        positions_from_mask: padding takes no position, also where no ``position_ids`` are given.
+        alibi: slope of every query head; None where nothing is added to the scores. ``alibi_rounded``: what is added is
+            rounded to the dtype of the model first.
+        windows: for every layer how many tokens it sees, None for all; None where all layers see all.
+        clip_qkv: queries, keys and values are cut off at this size.
+        biases: which of ``qkv``, ``output`` (of the attention), ``mlp`` and ``norm`` have them; absent is True.
+        embedding_width: where it is not the hidden size, the embeddings are projected.
+        learned_positions, embedding_norm, norms_first, final_norm: whether there are such.
     """
 
     vocabulary: int
@@ -70,7 +82,18 @@ class Settings:
     initializer_range: float
     rope: dict[str, Any]
     dropouts: dict[str, float]
-    scale_scores: bool = True
+    score_scale: float | None = None
+    learned_positions: bool = False
+    positions_from_mask: bool = False
+    alibi: tuple[float, ...] | None = None
+    alibi_rounded: bool = False
+    windows: tuple[int | None, ...] | None = None
+    clip_qkv: float | None = None
+    biases: dict[str, bool] = field(default_factory=dict)
+    embedding_width: int | None = None
+    embedding_norm: bool = False
+    norms_first: bool = True
+    final_norm: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -84,14 +107,19 @@ class Decoder:
     Attributes:
         positions: learned embeddings of absolute positions, from position 0; None where there are none.
         head: None where the output head is the embedding.
+        embedding_norm: behind the embeddings.
+        project_in, project_out: between the width of the embeddings and the hidden size, where these differ.
     """
 
     settings: Settings
     embedding: Lazy
     positions: Lazy | None
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Norm | None
     head: Linear | None
+    embedding_norm: Norm | None = None
+    project_in: Linear | None = None
+    project_out: Linear | None = None
 
 
 def without_norms(layer: Layer) -> Layer:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.load import load_tokenizer
+from ...checkpoint.modelling import write_code
 from ...checkpoint.publish import remove_siblings
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...checkpoint.weights import safetensors_name
@@ -20,7 +21,7 @@ from ...console import info, progress, warn
 from ...errors import CheckpointError
 from ..serving import ignored_by
 from ..verify import verify
-from .checkpoint import RewrittenCheckpoint
+from .checkpoint import RetypedCheckpoint, RewrittenCheckpoint
 
 _REWRITTEN = ".rewritten-"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model")
@@ -51,6 +52,7 @@ def materialise(checkpoint: RewrittenCheckpoint, folder: Path) -> Path:
             writer.write_index()
         copy_side_files(checkpoint, folder)
         (folder / CONFIG_NAME).write_bytes(checkpoint.config_text.encode("utf-8"))
+        write_code(checkpoint.config, folder)
         verify(folder)
         with progress(f"rewriting as {checkpoint.model_type}", len(checkpoint.lazies)) as advance, torch.no_grad():
             for name in checkpoint.lazies:
@@ -93,7 +95,7 @@ def model_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def say_route(checkpoint: RewrittenCheckpoint) -> None:
+def say_route(checkpoint: RetypedCheckpoint) -> None:
     """Tell what the result will be and where it runs, before anything is written."""
     info(
         f"The class of {checkpoint.source_type} has no setting for KV heads, so it is rewritten as "

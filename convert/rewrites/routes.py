@@ -13,9 +13,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..shapes import known_type, model_class, resolved_config
-from . import sources
+from . import sources, sources_own
 from .checkpoint import RewrittenCheckpoint, headers_of
 from .decoder import Decoder, Settings
+from .own import OWN_DECODER
 from .reading import Reader
 from .targets import GPT_BIGCODE, NEMOTRON, PHI, Target
 
@@ -28,13 +29,13 @@ class Row:
     """A source type.
 
     Attributes:
-        target: resolved config → the type it is rewritten as.
+        targets: resolved config → the types it can be rewritten as; the first that can have the groups is taken.
         settings: resolved config → settings in words of our own.
         read: its tensors → neutral form.
         demands: (test of the resolved config that must hold, why not otherwise).
     """
 
-    target: Callable[[Any], Target]
+    targets: Callable[[Any], tuple[Target, ...]]
     settings: Callable[[Any], Settings]
     read: Callable[[Reader, Settings], Decoder]
     demands: Sequence[tuple[Callable[[Any], bool], str]] = ()
@@ -45,7 +46,7 @@ class Route:
     """How one checkpoint can be converted although its own class has no KV-head setting."""
 
     source_type: str
-    target: Target
+    targets: tuple[Target, ...]
     settings: Settings
 
     @property
@@ -56,19 +57,30 @@ class Route:
     @property
     def groups(self) -> list[int]:
         """The numbers of groups that it leads to."""
-        if self.target.any_groups:
-            return [groups for groups in range(1, self.heads + 1) if self.heads % groups == 0]
-        return sorted({1, self.heads})
+        divisors = [groups for groups in range(1, self.heads + 1) if self.heads % groups == 0]
+        return [groups for groups in divisors if any(self._has(target, groups) for target in self.targets)]
+
+    def target(self, *groups: int) -> Target | None:
+        """The first type that can have all these numbers of groups, or None."""
+        return next((one for one in self.targets if all(self._has(one, number) for number in groups)), None)
+
+    def _has(self, target: Target, groups: int) -> bool:
+        return target.any_groups or groups in (1, self.heads)
 
     def describe(self) -> str:
         """What the user gets."""
-        target = self.target
-        return f"Rewritten exactly as {target.model_type} ({target.class_name}). {target.runs} {target.fails}"
+        told = []
+        for target in self.targets:
+            groups = [groups for groups in self.groups if self.target(groups) is target]
+            which = f" with {' or '.join(map(str, groups))} KV heads" if len(self.targets) > 1 else ""
+            told.append(f"Rewritten exactly as {target.model_type} ({target.class_name}){which}.")
+            told += [target.runs, target.fails]
+        return " ".join(told)
 
 
 ROWS: dict[str, Row] = {
     "gpt_neox": Row(
-        lambda config: PHI if config.use_parallel_residual else NEMOTRON,
+        lambda config: (PHI if config.use_parallel_residual else NEMOTRON,),
         sources.neox_settings,
         sources.read_neox,
         (
@@ -80,25 +92,39 @@ ROWS: dict[str, Row] = {
             ),
         ),
     ),
-    "gptj": Row(lambda config: PHI, sources.gptj_settings, sources.read_gptj),
-    "codegen": Row(lambda config: PHI, sources.gptj_settings, sources.read_codegen),
+    "gptj": Row(lambda config: (PHI,), sources.gptj_settings, sources.read_gptj),
+    "codegen": Row(lambda config: (PHI,), sources.gptj_settings, sources.read_codegen),
     "gpt2": Row(
-        lambda config: GPT_BIGCODE,
+        lambda config: (GPT_BIGCODE, OWN_DECODER),
         sources.gpt_settings,
         sources.read_gpt2,
         ((lambda config: not config.add_cross_attention, "it has cross attention (add_cross_attention)"),),
     ),
     "opt": Row(
-        lambda config: GPT_BIGCODE,
+        lambda config: (GPT_BIGCODE, OWN_DECODER) if _plain_opt(config) else (OWN_DECODER,),
         sources.opt_settings,
         sources.read_opt,
+    ),
+    "gpt_neo": Row(lambda config: (OWN_DECODER,), sources_own.gpt_neo_settings, sources_own.read_gpt_neo),
+    "bloom": Row(
+        lambda config: (OWN_DECODER,),
+        sources_own.bloom_settings,
+        sources_own.read_bloom,
         (
-            (lambda config: config.do_layer_norm_before, "its norms come after attention and MLP, as in opt-350m"),
-            (lambda config: config.word_embed_proj_dim == config.hidden_size, "it projects its embeddings"),
-            (lambda config: not config._remove_final_layer_norm, "it has no norm before its output head"),
+            (
+                lambda config: not config.apply_residual_connection_post_layernorm,
+                "it adds to the output of its norms (apply_residual_connection_post_layernorm)",
+            ),
         ),
     ),
+    "mpt": Row(lambda config: (OWN_DECODER,), sources_own.mpt_settings, sources_own.read_mpt, sources_own.MPT_DEMANDS),
 }
+
+
+def _plain_opt(config: Any) -> bool:
+    """False for norms behind attention and MLP, projected embeddings (both in opt-350m) and no last norm."""
+    settings = sources.opt_settings(config)
+    return settings.norms_first and settings.final_norm and settings.embedding_width is None
 
 
 def route_of(config: dict[str, Any]) -> Route | None:
@@ -120,15 +146,17 @@ def route_of(config: dict[str, Any]) -> Route | None:
     _require_sizes(resolved)
     for holds, reason in row.demands:
         if not holds(resolved):
-            raise UnsupportedError(f"This {model_type} checkpoint has no native type with fewer KV heads: {reason}.")
-    return Route(str(model_type), row.target(resolved), row.settings(resolved))
+            raise UnsupportedError(
+                f"This {model_type} checkpoint cannot be rewritten as a type with fewer KV heads: {reason}."
+            )
+    return Route(str(model_type), row.targets(resolved), row.settings(resolved))
 
 
 def _require_sizes(resolved: Any) -> None:
     """Refuse sizes that no model can have; the classes that are built later would fail in words of their own."""
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     for name in names:
-        size = getattr(resolved, name)
+        size = getattr(resolved, name, 1)
         if not isinstance(size, int) or size < 1:
             raise CheckpointError(f"config.json asks for a model whose {name} is {size}.", "Repair config.json.")
     if resolved.hidden_size % resolved.num_attention_heads:
@@ -138,32 +166,33 @@ def _require_sizes(resolved: Any) -> None:
         )
 
 
-def rewritten(checkpoint: Checkpoint, groups: int) -> Checkpoint:
-    """The checkpoint as its target type where it needs one to have ``groups`` KV heads, else itself.
+def rewritten(checkpoint: Checkpoint, *groups: int) -> Checkpoint:
+    """The checkpoint as a type that can have each of these numbers of KV heads, where its own cannot; else itself.
 
     Raises:
-        UsageError: the target type cannot have this number.
+        UsageError: no type that it can be rewritten as has such a number.
         UnsupportedError: the checkpoint cannot be rewritten exactly.
         CheckpointError: config.json and the tensors contradict each other.
     """
     route = route_of(checkpoint.config)
     if route is None:
         return checkpoint
-    if groups not in route.groups:
-        reason = "" if route.target.any_groups else f": its result, {route.target.model_type}, has one KV head or all"
+    target = route.target(*groups)
+    impossible = [number for number in groups if number not in route.groups]
+    if target is None or impossible:
         raise UsageError(
-            f"{route.heads} KV heads of type {route.source_type} cannot be merged into {groups} groups{reason}.",
+            f"{route.heads} KV heads of type {route.source_type} cannot be merged into {impossible[0]} groups.",
             f"Possible numbers of groups: {', '.join(map(str, route.groups))}.",
         )
-    return as_target(checkpoint, route)
+    return as_target(checkpoint, route, target)
 
 
-def as_target(checkpoint: Checkpoint, route: Route) -> RewrittenCheckpoint:
+def as_target(checkpoint: Checkpoint, route: Route, target: Target) -> RewrittenCheckpoint:
     """See :func:`rewritten`."""
     reader = Reader(checkpoint)
     decoder = ROWS[route.source_type].read(reader, route.settings)
-    lazies = dict(route.target.tensors(decoder))
-    config = target_config(checkpoint, route, tied=decoder.head is None)
+    lazies = dict(target.tensors(decoder))
+    config = target_config(checkpoint, route, target, tied=decoder.head is None)
     headers, tensors = headers_of(lazies, checkpoint.weight_files)
     unused = reader.unused()
     dropped = [f"{len(unused)} tensors that the class does not use are left out, {unused[0]} for one"] if unused else []
@@ -180,16 +209,17 @@ def as_target(checkpoint: Checkpoint, route: Route) -> RewrittenCheckpoint:
         notes=(*checkpoint.notes, *dropped),
         original=checkpoint,
         source_type=route.source_type,
-        model_type=route.target.model_type,
-        class_name=route.target.class_name,
-        runs=route.target.runs,
-        fails=route.target.fails,
+        model_type=target.model_type,
+        class_name=target.class_name,
+        states_of=target.model_type if target.folds_norms else route.source_type,
+        runs=target.runs,
+        fails=target.fails,
         lazies=lazies,
     )
 
 
-def target_config(checkpoint: Checkpoint, route: Route, *, tied: bool) -> dict[str, Any]:
-    """config.json of the target type, with all KV heads; no weights are needed.
+def target_config(checkpoint: Checkpoint, route: Route, target: Target, *, tied: bool) -> dict[str, Any]:
+    """config.json of ``target``, with all KV heads; no weights are needed.
 
     Args:
         tied: the output head is the embedding.
@@ -200,18 +230,23 @@ def target_config(checkpoint: Checkpoint, route: Route, *, tied: bool) -> dict[s
     carried = {key: source[key] for key in _CARRIED if source.get(key) is not None}
     dtype = source.get("torch_dtype") or source.get("dtype")
     return {
-        "architectures": [route.target.class_name],
-        "model_type": route.target.model_type,
-        **route.target.config(route.settings, tied),
+        "architectures": [target.class_name],
+        "model_type": target.model_type,
+        **target.config(route.settings, tied),
         "use_cache": True,
         **ids,
-        **({} if _names_tokenizer(checkpoint) else {"tokenizer_class": TOKENIZER_MAPPING_NAMES[route.source_type]}),
+        **({} if names_tokenizer(checkpoint) else _tokenizer_class(route.source_type)),
         **carried,
         **({} if dtype is None else {"torch_dtype": dtype}),
     }
 
 
-def _names_tokenizer(checkpoint: Checkpoint) -> bool:
+def _tokenizer_class(source_type: str) -> dict[str, str]:
+    named = TOKENIZER_MAPPING_NAMES.get(source_type)
+    return {} if named is None else {"tokenizer_class": named}
+
+
+def names_tokenizer(checkpoint: Checkpoint) -> bool:
     """True when the folder says which tokenizer class it needs; otherwise the model type decides, and it changes."""
     file = checkpoint.folder / "tokenizer_config.json"
     if not file.exists():

@@ -41,7 +41,7 @@ def neox_settings(config: Any) -> Settings:
         norm_eps=config.layer_norm_eps,
         initializer_range=config.initializer_range,
         rope={"rope_theta": theta, "partial_rotary_factor": factor, **stretched},
-        dropouts=_dropouts(config.hidden_dropout, config.hidden_dropout, config.attention_dropout),
+        dropouts=dropouts(config.hidden_dropout, config.hidden_dropout, config.attention_dropout),
     )
 
 
@@ -61,7 +61,7 @@ def _neox_layer(reader: Reader, at: str, settings: Settings) -> Layer:
     fused = reader.linear(f"{at}.attention.query_key_value")
 
     def side(place: int) -> Linear:
-        return by_side(fused, lambda rows: _heads(rows, settings.heads, 3)[:, place].flatten(0, 1))
+        return by_side(fused, lambda rows: split_heads(rows, settings.heads, 3)[:, place].flatten(0, 1))
 
     return Layer(
         attention_norm=reader.norm(f"{at}.input_layernorm"),
@@ -107,7 +107,7 @@ def read_codegen(reader: Reader, settings: Settings) -> Decoder:
         fused = reader.linear(f"{at}.attn.qkv_proj")
 
         def side(place: int) -> Linear:
-            return by_side(fused, lambda rows: _heads(rows, _CODEGEN_SHARDS, 3)[:, place].flatten(0, 1))
+            return by_side(fused, lambda rows: split_heads(rows, _CODEGEN_SHARDS, 3)[:, place].flatten(0, 1))
 
         return side(0), side(2), side(1)
 
@@ -122,7 +122,7 @@ def _read_one_norm(
     order[:rotary_dim] = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
 
     def halved(linear: Linear) -> Linear:
-        return by_side(linear, lambda rows: _heads(rows, settings.heads)[:, order.to(rows.device)].flatten(0, 1))
+        return by_side(linear, lambda rows: split_heads(rows, settings.heads)[:, order.to(rows.device)].flatten(0, 1))
 
     def layer(at: str) -> Layer:
         q, k, v = sides(at)
@@ -157,7 +157,7 @@ def read_gpt2(reader: Reader, settings: Settings) -> Decoder:
     def layer(index: int) -> Layer:
         at = f"h.{index}"
         fused = turned(f"{at}.attn.c_attn")
-        q, k, v = (by_side(fused, _third(place)) for place in range(3))
+        q, k, v = (by_side(fused, third(place)) for place in range(3))
         if reader.config.scale_attn_by_inverse_layer_idx:
             q = by_side(q, lambda rows: wide(rows) / (index + 1))
         return Layer(
@@ -183,6 +183,8 @@ def read_gpt2(reader: Reader, settings: Settings) -> Decoder:
 
 def opt_settings(config: Any) -> Settings:
     """Settings of ``opt``."""
+    projected = config.word_embed_proj_dim != config.hidden_size
+    linear = bool(config.enable_bias)
     return Settings(
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
@@ -194,12 +196,20 @@ def opt_settings(config: Any) -> Settings:
         norm_eps=1e-5,  # its class has no setting for it
         initializer_range=config.init_std,
         rope={},
-        dropouts=_dropouts(0.0, config.dropout, config.attention_dropout),
+        dropouts=dropouts(0.0, config.dropout, config.attention_dropout),
+        learned_positions=True,
+        positions_from_mask=True,
+        biases={"qkv": linear, "output": linear, "mlp": linear},
+        embedding_width=config.word_embed_proj_dim if projected else None,
+        norms_first=bool(config.do_layer_norm_before),
+        final_norm=bool(config.do_layer_norm_before and not config._remove_final_layer_norm),
     )
 
 
 def read_opt(reader: Reader, settings: Settings) -> Decoder:
-    """``opt`` with norms before attention and MLP; its table of positions starts at the third row."""
+    """``opt``: its table of positions starts at the third row."""
+    projections = None if settings.embedding_width is None else ("decoder.project_in", "decoder.project_out")
+    project_in, project_out = map(reader.linear, projections) if projections else (None, None)
 
     def layer(at: str) -> Layer:
         q, k, v = (reader.linear(f"{at}.self_attn.{side}_proj") for side in "qkv")
@@ -219,8 +229,10 @@ def read_opt(reader: Reader, settings: Settings) -> Decoder:
         embedding=reader.tensor("decoder.embed_tokens.weight"),
         positions=reader.tensor("decoder.embed_positions.weight").then(lambda table: table[_OPT_OFFSET:]),
         layers=tuple(layer(f"decoder.layers.{index}") for index in range(settings.layers)),
-        final_norm=reader.norm("decoder.final_layer_norm"),
+        final_norm=reader.norm("decoder.final_layer_norm") if settings.final_norm else None,
         head=reader.head(),
+        project_in=project_in,
+        project_out=project_out,
     )
 
 
@@ -237,19 +249,22 @@ def gpt_settings(config: Any) -> Settings:
         norm_eps=config.layer_norm_epsilon,
         initializer_range=config.initializer_range,
         rope={},
-        dropouts=_dropouts(config.embd_pdrop, config.resid_pdrop, config.attn_pdrop),
-        scale_scores=getattr(config, "scale_attn_weights", True),
+        dropouts=dropouts(config.embd_pdrop, config.resid_pdrop, config.attn_pdrop),
+        score_scale=None if getattr(config, "scale_attn_weights", True) else 1.0,
+        learned_positions=config.model_type == "gpt2",
     )
 
 
-def _dropouts(embedding: float, residual: float, attention: float) -> dict[str, float]:
+def dropouts(embedding: float, residual: float, attention: float) -> dict[str, float]:
+    """As :class:`Settings` calls them."""
     return {"embedding": embedding, "residual": residual, "attention": attention}
 
 
-def _heads(rows: Tensor, *counts: int) -> Tensor:
+def split_heads(rows: Tensor, *counts: int) -> Tensor:
     """The first axis split into ``counts`` parts, then what is left of it."""
     return rows.reshape(*counts, -1, *rows.shape[1:])
 
 
-def _third(place: int) -> Callable[[Tensor], Tensor]:
+def third(place: int) -> Callable[[Tensor], Tensor]:
+    """Picks q, k or v out of rows that are all q, then all k, then all v."""
     return lambda rows: rows.chunk(3)[place]

@@ -24,6 +24,7 @@ class Target:
 
     Attributes:
         any_groups: False where the type knows one KV head or all.
+        folds_norms: what its layers read is not what those of the source read.
         config: settings → what config.json says of the architecture.
         tensors: decoder → (name, tensor) of every tensor of the type.
         runs, fails: where the result runs and where it does not, a sentence each (from those projects' code; what runs
@@ -37,6 +38,7 @@ class Target:
     tensors: Callable[[Decoder], Iterator[tuple[str, Lazy]]]
     runs: str
     fails: str
+    folds_norms: bool = True
 
 
 def _phi_config(settings: Settings, tied: bool) -> dict[str, Any]:
@@ -56,11 +58,11 @@ def _phi_tensors(decoder: Decoder) -> Iterator[tuple[str, Lazy]]:
     for index, source in enumerate(decoder.layers):
         layer = source if source.mlp_norm is None else without_norms(source)
         at = f"model.layers.{index}"
-        yield from _norm(f"{at}.input_layernorm", layer.attention_norm, layer.q.weight)
+        yield from norm_tensors(f"{at}.input_layernorm", layer.attention_norm, layer.q.weight)
         yield from _attention(f"{at}.self_attn", layer, "dense")
         yield from _biased(f"{at}.mlp.fc1", layer.up)
         yield from _biased(f"{at}.mlp.fc2", layer.down)
-    yield from _norm("model.final_layernorm", decoder.final_norm, decoder.embedding)
+    yield from norm_tensors("model.final_layernorm", decoder.final_norm, decoder.embedding)
     yield from _biased("lm_head", Linear(decoder.embedding, None) if decoder.head is None else decoder.head)
 
 
@@ -86,12 +88,12 @@ def _nemotron_tensors(decoder: Decoder) -> Iterator[tuple[str, Lazy]]:
         layer = without_norms(source)
         assert layer.mlp_norm is not None
         at = f"model.layers.{index}"
-        yield from _norm(f"{at}.input_layernorm", layer.attention_norm, layer.q.weight, stored_minus=1.0)
+        yield from norm_tensors(f"{at}.input_layernorm", layer.attention_norm, layer.q.weight, stored_minus=1.0)
         yield from _attention(f"{at}.self_attn", layer, "o_proj")
-        yield from _norm(f"{at}.post_attention_layernorm", layer.mlp_norm, layer.up.weight, stored_minus=1.0)
+        yield from norm_tensors(f"{at}.post_attention_layernorm", layer.mlp_norm, layer.up.weight, stored_minus=1.0)
         yield from _biased(f"{at}.mlp.up_proj", layer.up)
         yield from _biased(f"{at}.mlp.down_proj", layer.down)
-    yield from _norm("model.norm", decoder.final_norm, decoder.embedding, stored_minus=1.0)
+    yield from norm_tensors("model.norm", decoder.final_norm, decoder.embedding, stored_minus=1.0)
     if decoder.head is not None:
         yield "lm_head.weight", decoder.head.weight
 
@@ -110,7 +112,7 @@ def _bigcode_config(settings: Settings, tied: bool) -> dict[str, Any]:
         "attn_pdrop": settings.dropouts["attention"],
         "layer_norm_epsilon": settings.norm_eps,
         "initializer_range": settings.initializer_range,
-        "scale_attn_weights": settings.scale_scores,
+        "scale_attn_weights": settings.score_scale is None,
         "attention_softmax_in_fp32": True,
         "scale_attention_softmax_in_fp32": True,
         "multi_query": False,
@@ -126,13 +128,13 @@ def _bigcode_tensors(decoder: Decoder) -> Iterator[tuple[str, Lazy]]:
     for index, layer in enumerate(decoder.layers):
         assert layer.mlp_norm is not None
         at = f"transformer.h.{index}"
-        yield from _norm(f"{at}.ln_1", layer.attention_norm, layer.q.weight)
+        yield from norm_tensors(f"{at}.ln_1", layer.attention_norm, layer.q.weight)
         yield from _biased(f"{at}.attn.c_attn", _by_head(layer, decoder.settings.heads))
         yield from _biased(f"{at}.attn.c_proj", layer.o)
-        yield from _norm(f"{at}.ln_2", layer.mlp_norm, layer.up.weight)
+        yield from norm_tensors(f"{at}.ln_2", layer.mlp_norm, layer.up.weight)
         yield from _biased(f"{at}.mlp.c_fc", layer.up)
         yield from _biased(f"{at}.mlp.c_proj", layer.down)
-    yield from _norm("transformer.ln_f", decoder.final_norm, decoder.embedding)
+    yield from norm_tensors("transformer.ln_f", decoder.final_norm, decoder.embedding)
     if decoder.head is not None:
         yield "lm_head.weight", decoder.head.weight
 
@@ -174,17 +176,21 @@ def _biased(at: str, linear: Linear) -> Iterator[tuple[str, Lazy]]:
     yield f"{at}.bias", linear.bias_or_zero()
 
 
-def _norm(at: str, norm: Norm, near: Lazy, *, stored_minus: float = 0.0) -> Iterator[tuple[str, Lazy]]:
-    """A norm of a type that always has weight and bias, its weight stored less ``stored_minus``.
+def norm_tensors(
+    at: str, norm: Norm | None, near: Lazy, *, stored_minus: float = 0.0, biased: bool = True
+) -> Iterator[tuple[str, Lazy]]:
+    """A norm of a type that always has a weight and, where it is ``biased``, a bias.
 
-    ``near`` has as many columns as the norm has channels.
+    The weight is stored less ``stored_minus``. ``near`` has as many columns as the norm has channels.
     """
+    assert norm is not None
     shape = (near.shape[1],)
     weight = norm.weight or near.filled(shape, 1.0)
     if stored_minus:
         weight = weight.then(lambda values: wide(values) - stored_minus)
     yield f"{at}.weight", weight
-    yield f"{at}.bias", norm.bias or near.filled(shape, 0.0)
+    if biased:
+        yield f"{at}.bias", norm.bias or near.filled(shape, 0.0)
 
 
 PHI = Target(
@@ -209,6 +215,7 @@ GPT_BIGCODE = Target(
     "gpt_bigcode",
     "GPTBigCodeForCausalLM",
     any_groups=False,
+    folds_norms=False,
     config=_bigcode_config,
     tensors=_bigcode_tensors,
     runs="It runs in transformers 4.57 and later; with one KV head and a tied head, vLLM and SGLang read it too.",

@@ -37,6 +37,27 @@ def test_a_conversion_brings_a_card_and_keeps_that_of_the_source(tmp_path: Path)
     assert text.count("### Convert") == 2
     assert "| method | first |" in text
     assert "README.source.md" in text
+    assert "The class of its source" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "groups", "type_and_class", "loads"),
+    [
+        ("gpt_neox", 2, "`phi` (`PhiForCausalLM`)", "loads like any checkpoint of its type"),
+        ("gpt2", 1, "`gpt_bigcode` (`GPTBigCodeForCausalLM`)", "loads like any checkpoint of its type"),
+        ("gpt2", 2, "`headfold_decoder` (`HeadfoldDecoderForCausalLM`)", "trust_remote_code=True"),
+    ],
+)
+def test_another_type_than_the_source_s_is_said(
+    source: str, groups: int, type_and_class: str, loads: str, tmp_path: Path
+) -> None:
+    tiny_model(source).save_pretrained(tmp_path / "m")
+    text = (convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=groups) / "README.md").read_text()
+    made = " ".join(text.split())
+    assert f"The class of its source, `{source}`, cannot hold fewer KV heads" in made
+    assert f"so it is written as {type_and_class}, which computes the same." in made
+    assert loads in made
+    assert "llama.cpp" in made
 
 
 @pytest.mark.parametrize(

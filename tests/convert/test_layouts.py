@@ -279,17 +279,9 @@ def test_values_are_folded_beside_norms_of_every_head(model_type: str, over: dic
     assert errors["mean"] > 1e-2
 
 
-@pytest.mark.parametrize(("model_type", "over"), [*HEAD_NORMS, ("dbrx", {})])
-def test_similarity_refuses_norms_of_every_head_and_clipping(
-    model_type: str, over: dict[str, Any], tmp_path: Path
-) -> None:
-    tiny_model(model_type, 4, 4, **over).save_pretrained(tmp_path / "source")
-    with pytest.raises(UnsupportedError, match="would not be exact"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, grouping="similarity")
-
-
 @pytest.mark.parametrize(
-    ("model_type", "over", "grouping"), [(*HEAD_NORMS[0], "contiguous"), ("llama", {}, "similarity")]
+    ("model_type", "over", "grouping"),
+    [("falcon", {"alibi": True}, "contiguous"), (*HEAD_NORMS[0], "similarity"), ("llama", {}, "similarity")],
 )
 def test_default_grouping_is_one_that_the_family_allows(
     model_type: str, over: dict[str, Any], grouping: str, tmp_path: Path

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, PreTrainedTokenizerFast
 
 HEADS = 4
+OWN = "headfold_decoder"
 OLD_FALCON = {"new_decoder_architecture": False, "multi_query": False}
 ROUTES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "pythia": ("gpt_neox", {}, "phi", 2),
@@ -34,6 +35,12 @@ ROUTES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "falcon-rw": ("falcon", {**OLD_FALCON, "alibi": True, "parallel_attn": False, "bias": True}, "falcon", 1),
     "falcon-rotary": ("falcon", OLD_FALCON, "falcon", 1),
     "bigcode": ("gpt_bigcode", {"multi_query": False}, "gpt_bigcode", 1),
+    "gpt2-two": ("gpt2", {}, OWN, 2),
+    "opt-two": ("opt", {"word_embed_proj_dim": 64}, OWN, 2),
+    "opt-350m": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}, OWN, 1),
+    "gpt_neo": ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "window_size": 4}, OWN, 2),
+    "bloom": ("bloom", {}, OWN, 2),
+    "mpt": ("mpt", {}, OWN, 2),
 }
 """Name → source type, what is unusual about it, type of the result, number of groups to try."""
 ALL = pytest.mark.parametrize("route", ROUTES)
@@ -48,6 +55,8 @@ def _keys_and_values(model: Any) -> Iterator[Tensor]:
         elif side == "c_attn" and model.config.model_type == "gpt2":
             columns = tensor.data.unflatten(-1, (3, HEADS, -1)).movedim((-3, -2), (0, 1))
             yield from (columns[1], columns[2])
+        elif side == "Wqkv":
+            yield from tensor.data.unflatten(0, (3, HEADS, -1))[1:]
         elif side in ("query_key_value", "c_attn", "qkv_proj"):  # with 4 heads, CodeGen's 4 shards hold one each
             heads = tensor.data.unflatten(0, (HEADS, 3, -1))
             yield from (heads[:, 1], heads[:, 2])
@@ -89,7 +98,7 @@ def test_equal_heads_merge_exactly(route: str, method: str, tmp_path: Path) -> N
     assert difference(model, made) < (1e-5 if method in ("mean", "first") else 1e-4)
 
 
-@pytest.mark.parametrize("route", ["pythia", "redpajama", "gptj"])
+@pytest.mark.parametrize("route", ["pythia", "redpajama", "gptj", "gpt2-two", "bloom", "mpt"])
 def test_gq048_control_heads_equal_in_the_wrong_order_do_not(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route, tile=True)
     assert difference(model, load_causal_lm(_convert(model, route, tmp_path)).eval()) > 1e-2
@@ -154,10 +163,10 @@ def test_falcon_heads_with_slopes_of_their_own_are_not_regrouped(tmp_path: Path)
     assert difference(model, made) < 1e-4
 
 
-@pytest.mark.parametrize(("route", "groups"), [("gpt2", 2), ("opt", 2), ("falcon-rw", 2), ("bigcode", 2)])
+@pytest.mark.parametrize(("route", "groups"), [("falcon-rw", 2), ("bigcode", 2), ("gpt2", 3)])
 def test_numbers_of_groups_that_no_class_can_have_are_refused(route: str, groups: int, tmp_path: Path) -> None:
     with_equal_heads(route).save_pretrained(tmp_path / "source")
-    with pytest.raises(UsageError, match="cannot be merged into 2 groups") as problem:
+    with pytest.raises(UsageError, match=f"cannot be merged into {groups} groups") as problem:
         convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=groups)
     assert "1" in str(problem.value.hint)
     assert "4" in str(problem.value.hint)
@@ -174,7 +183,9 @@ def _save_with_words(model: Any, folder: Path, text: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("route", ["pythia", "redpajama", "gpt2", "falcon-rw"])
+@pytest.mark.parametrize(
+    "route", ["pythia", "redpajama", "gpt2", "falcon-rw", "gpt2-two", "opt-350m", "gpt_neo", "bloom"]
+)
 def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, tmp_path: Path, text_file: Path) -> None:
     """Folded with text and refined is nearer to the source than mean is; nothing is left beside the result."""
     model = tiny_model(ROUTES[route][0], HEADS, **ROUTES[route][1])
@@ -182,9 +193,7 @@ def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, t
     source = _save_with_words(model, tmp_path / "source", words)
     groups = ROUTES[route][3]
     plan = plan_conversion(source, groups=groups, method="folded", grouping="contiguous")
-    # GPTBigCode's layers are no plain chain: left open, refinement says so and is passed over
-    steps = None if route == "gpt2" else 20
-    calibration = Calibration(str(text_file), tokens=2048, block=32, refine=steps)
+    calibration = Calibration(str(text_file), tokens=2048, block=32, refine=20)
     folded = load_causal_lm(convert_calibrated(plan, tmp_path / "folded", calibration)).eval()
     mean = load_causal_lm(convert_checkpoint(source, tmp_path / "mean", groups=groups)).eval()
     assert difference(model, folded) < difference(model, mean)
@@ -233,11 +242,8 @@ def test_a_tokenizer_that_would_change_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "over", "reason"),
     [
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("gpt_neo", {}, "scale"),
         ("persimmon", {}, "norm"),
-        ("opt", {"word_embed_proj_dim": 64, "do_layer_norm_before": False}, "norms come after"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max"),
     ],
 )
 def test_types_without_a_route_are_refused_by_reason(
@@ -267,8 +273,13 @@ def test_inspect_names_the_route(tmp_path: Path) -> None:
     assert [set(row.devices["vLLM"].values()) == {"refused"} for row in neox.cache] == [False, True, True]
     assert neox.route is not None
     assert "phi" in neox.route
-    assert [row.groups for row in gpt2.cache] == [4, 1]
-    assert [row.bytes_per_token for row in gpt2.cache] == [1024, 256]
+    assert [row.groups for row in gpt2.cache] == [4, 2, 1]
+    assert [row.bytes_per_token for row in gpt2.cache] == [1024, 512, 256]
+    assert [set(row.devices["vLLM"].values()) == {"refused"} for row in gpt2.cache] == [False, True, False]
+    assert gpt2.route is not None
+    assert "as gpt_bigcode (GPTBigCodeForCausalLM) with 1 or 4 KV heads" in gpt2.route
+    assert "as headfold_decoder (HeadfoldDecoderForCausalLM) with 2 KV heads" in gpt2.route
+    assert "trust_remote_code=True" in gpt2.route
 
 
 def test_a_quantised_source_is_refused_before_it_is_rewritten(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from headfold.checkpoint.load import load_causal_lm
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.rewrites import sources
+from headfold.convert.rewrites.checkpoint import RewrittenCheckpoint
 from headfold.convert.rewrites.materialise import materialise
 from headfold.convert.rewrites.reading import factor_for
 from headfold.convert.rewrites.routes import ROWS, as_target, route_of
@@ -27,6 +29,8 @@ YARN = {
     "partial_rotary_factor": 0.5,
     "original_max_position_embeddings": 64,
 }
+OWN = "headfold_decoder"
+GLOBAL_LOCAL = {"attention_types": [[["global", "local"], 1]]}
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_neox", "phi", {}),
     *(("gpt_neox", "phi", {"rope_parameters": _rope}) for _rope in (LINEAR, DYNAMIC, YARN)),
@@ -51,6 +55,19 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("opt", "gpt_bigcode", {"word_embed_proj_dim": 64}),
     ("opt", "gpt_bigcode", {"word_embed_proj_dim": 64, "enable_bias": False, "tie_word_embeddings": False}),
     ("opt", "gpt_bigcode", {"word_embed_proj_dim": 64, "layer_norm_elementwise_affine": False}),
+    ("gpt2", OWN, {}),
+    ("gpt2", OWN, {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "relu"}),
+    ("gpt2", OWN, {"scale_attn_by_inverse_layer_idx": True, "n_inner": 96}),
+    ("opt", OWN, {"word_embed_proj_dim": 64}),
+    ("opt", OWN, {"word_embed_proj_dim": 64, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", OWN, {"word_embed_proj_dim": 64, "_remove_final_layer_norm": True}),
+    ("opt", OWN, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),  # as in opt-350m
+    ("gpt_neo", OWN, {**GLOBAL_LOCAL, "window_size": 4}),
+    ("gpt_neo", OWN, {"attention_types": [[["global"], 2]], "intermediate_size": 96}),
+    ("bloom", OWN, {}),
+    ("bloom", OWN, {"n_head": 6, "hidden_size": 96}),
+    ("mpt", OWN, {}),
+    ("mpt", OWN, {"n_heads": 6, "d_model": 96, "attn_config": {"clip_qkv": 0.3, "softmax_scale": 0.4}}),
 ]
 """Source type, the type that it becomes, and what is unusual about it."""
 
@@ -60,12 +77,35 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
-def rewrite(source: Path, out: Path) -> Path:
-    checkpoint = Checkpoint.open(source)
+def rewrite(source: Path, out: Path, target: str | None = None) -> Path:
+    """With all heads, as the type named or as the first that there is."""
+    out.mkdir()
+    return materialise(_rewritten(Checkpoint.open(source), target), out)
+
+
+def _rewritten(checkpoint: Checkpoint, target: str | None = None) -> RewrittenCheckpoint:
     route = route_of(checkpoint.config)
     assert route is not None
-    out.mkdir()
-    return materialise(as_target(checkpoint, route), out)
+    return as_target(checkpoint, route, next(one for one in route.targets if target in (None, one.model_type)))
+
+
+def left_padded_difference(model: Any, other: Any) -> float:
+    """The same for a batch with left padding, with the positions that ``generate`` gives."""
+    ids_BT = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(2))
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[1, :7] = 0
+    places = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        mine, theirs = (
+            one(ids_BT, attention_mask=mask_BT, use_cache=False, **(places if _takes_positions(one) else {})).logits
+            for one in (model, other)
+        )
+    shown = mask_BT.bool()
+    return ((mine - theirs)[shown].abs().max() / mine[shown].abs().max()).item()
+
+
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def difference(model: Any, other: Any) -> float:
@@ -79,13 +119,21 @@ def test_all_heads_kept_gives_the_source_s_logits(
     model_type: str, target: str, over: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_model(model_type, **over)
-    made = load_causal_lm(rewrite(save(model, tmp_path / "source"), tmp_path / "out")).eval()
+    made = load_causal_lm(rewrite(save(model, tmp_path / "source"), tmp_path / "out", target)).eval()
     assert made.config.model_type == target
     assert difference(model, made) < 1e-5
+    assert left_padded_difference(model, made) < 1e-5
 
 
 def test_every_route_is_tried() -> None:
     assert {model_type for model_type, _, _ in VARIANTS} == set(ROWS)
+    assert {model_type for model_type, target, _ in VARIANTS if target == OWN} == {
+        "gpt2",
+        "opt",
+        "gpt_neo",
+        "bloom",
+        "mpt",
+    }
 
 
 def _all_q_then_all_k(rows: torch.Tensor, *counts: int) -> torch.Tensor:
@@ -99,7 +147,7 @@ def test_gq041_control_a_flat_split_of_fused_rows_is_noticed(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(model_type)
-    monkeypatch.setattr(sources, "_heads", _all_q_then_all_k)
+    monkeypatch.setattr(sources, "split_heads", _all_q_then_all_k)
     made = load_causal_lm(rewrite(save(model, tmp_path / "source"), tmp_path / "out")).eval()
     assert difference(model, made) > 1e-2
 
@@ -156,7 +204,7 @@ def test_shards_keep_their_borders_and_old_buffers_are_left_out(tmp_path: Path) 
     tensors["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, shards[0], metadata={"format": "pt"})
     checkpoint = Checkpoint.open(source)
-    made = as_target(checkpoint, route_of(checkpoint.config))
+    made = _rewritten(checkpoint)
     assert "attention.masked_bias" in made.notes[-1]
     out = tmp_path / "out"
     out.mkdir()
@@ -196,9 +244,13 @@ def test_every_rotary_dim_comes_back_from_its_share() -> None:
 @pytest.mark.parametrize(
     ("model_type", "over", "reason"),
     [
-        ("opt", {"word_embed_proj_dim": 64, "do_layer_norm_before": False}, "norms come after"),
-        ("opt", {"word_embed_proj_dim": 32}, "projects its embeddings"),
-        ("opt", {"word_embed_proj_dim": 64, "_remove_final_layer_norm": True}, "no norm before its output head"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "output of its norms"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max is not 8"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "norms queries and keys"),
+        ("mpt", {"attn_config": {"alibi": False}}, "learned positions"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, "looks ahead"),
+        ("mpt", {"no_bias": False}, "have biases"),
+        ("mpt", {"logit_scale": 0.5}, "scales its logits"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
         ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": LINEAR}, "stretches its rotary positions"),
     ],

@@ -8,6 +8,7 @@ from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from headfold.errors import DataError, UsageError
 from headfold.uptrain.budget import plan_budget
 from headfold.uptrain.data import BlockStream, Position, shuffled
+from headfold.uptrain.exercise import NextToken
 from headfold.uptrain.mixture import Mixture, MixturePosition, Part, open_mixture
 from headfold.uptrain.settings import UptrainSettings
 from hypothesis import given
@@ -118,7 +119,9 @@ def test_blocks_of_one_long_document_are_spread_over_a_chunk():
 def test_gq079_processes_share_a_step_without_overlap(processes):
     """The stream is one for all processes, so neither shards nor their number can be fewer than the processes."""
     parts = [Part(numbered(9, 7), 1.0)]
-    streams = [Mixture(parts, Encoder(Numbers(eos=0)), block=8, seed=2) for _ in range(processes)]
+    encode = Encoder(Numbers(eos=0))
+    plain, isolating = (NextToken(encode, block=8, seed=2, isolate=isolate) for isolate in (False, True))
+    streams = [Mixture(parts, plain) for _ in range(processes)]
     reference = BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), block=8, seed=2)
     for _ in range(5):
         shares = [stream.next_batch(4, rank=rank, processes=processes) for rank, stream in enumerate(streams)]
@@ -126,7 +129,8 @@ def test_gq079_processes_share_a_step_without_overlap(processes):
         step = [next(reference) for _ in range(4)]
         assert found == sorted(tuple(block.ids) for block in step)
         assert {share.targets for share in shares} == {4 * 7}
-        assert {share.inner_openings for share in shares} == {sum(place > 0 for b in step for place in b.openings)}
+        inner = sum(place > 0 for block in step for place in block.openings)
+        assert {isolating.batch(step, rank, processes).targets for rank in range(processes)} == {4 * 7 - inner}
 
 
 @given(length=st.integers(1, 9), block=st.integers(2, 12))
@@ -139,7 +143,7 @@ def test_openings_stand_where_documents_begin(length, block):
 
 def test_a_mixture_holds_its_weights_in_every_stretch():
     threes, ones = numbered(30, 7), corpus_of([[7] * 7 for _ in range(30)])
-    mixture = Mixture([Part(threes, 3.0), Part(ones, 1.0)], Encoder(Numbers()), block=7, seed=0)
+    mixture = Mixture([Part(threes, 3.0), Part(ones, 1.0)], NextToken(Encoder(Numbers()), block=7, seed=0))
     sevens = [next(mixture).ids[0] == 7 for _ in range(400)]
     assert all(sum(sevens[start : start + 4]) == 1 for start in range(0, 400, 4))
 
@@ -147,11 +151,11 @@ def test_a_mixture_holds_its_weights_in_every_stretch():
 @given(stop=st.integers(0, 40))
 def test_gq064_a_mixture_continues_without_gap_or_repeat(stop):
     parts = [Part(numbered(10, 7), 2.5), Part(corpus_of([[7] * 5 for _ in range(4)]), 1.0)]
-    whole = take(Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5), 60)
-    begun = Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5)
+    whole = take(Mixture(parts, NextToken(Encoder(Numbers(eos=0)), block=6, seed=5)), 60)
+    begun = Mixture(parts, NextToken(Encoder(Numbers(eos=0)), block=6, seed=5))
     before = take(begun, stop)
     saved = [MixturePosition.from_json(json.loads(json.dumps(one.to_json()))) for one in begun.positions()]
-    after = take(Mixture(parts, Encoder(Numbers(eos=0)), block=6, seed=5, positions=saved), 60 - stop)
+    after = take(Mixture(parts, NextToken(Encoder(Numbers(eos=0)), block=6, seed=5), positions=saved), 60 - stop)
     assert before + after == whole
 
 
@@ -222,7 +226,9 @@ def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
 def test_gq078_documents_of_any_length_reach_two_processes_once():
     documents = [[1000 * (number + 1) + place for place in range(1 + number * 7 % 13)] for number in range(24)]
     total = sum(map(len, documents))
-    mixtures = [Mixture([Part(corpus_of(documents), 1.0)], Encoder(Numbers()), block=2, seed=0) for _ in range(2)]
+    mixtures = [
+        Mixture([Part(corpus_of(documents), 1.0)], NextToken(Encoder(Numbers()), block=2, seed=0)) for _ in range(2)
+    ]
     seen: list[int] = []
     for _ in range(total // 4):
         for rank, mixture in enumerate(mixtures):

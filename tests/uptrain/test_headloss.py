@@ -168,7 +168,7 @@ def test_a_lesson_without_positions_adds_nothing():
     empty = Lesson(Objective(), torch.zeros_like(KEEP), TARGETS[:0])
     sums = model(lesson=empty, input_ids=IDS, use_cache=False)
     sums.loss.backward()
-    assert [float(one.detach()) for one in sums] == [0, 0, 0]
+    assert not any(float(one.detach()) for one in sums)
     assert grads(model).keys() == {name for name, _ in model.named_parameters()}
     assert not any(bool(grad.any()) for grad in grads(model).values())
     teach(model)

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
+from headfold.uptrain.batch import PackedBatch
 from headfold.uptrain.headloss import teach_in_chunks
 from headfold.uptrain.isolation import refuse_leaks
 from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.mixture import Batch
 from headfold.uptrain.optim import make_optimizer
-from headfold.uptrain.step import Stepper, model_inputs
+from headfold.uptrain.step import Stepper
 from tiny import tiny_model
 
 A, B = [11, 12, 13, 14], [21, 22, 23, 24, 25, 26]
@@ -23,7 +23,7 @@ OPENS[0, [0, len(A)]] = True
 
 
 def logits(model, isolate: bool) -> torch.Tensor:
-    return model(use_cache=False, **model_inputs(Batch(PACKED, OPENS, 9, 1), isolate)).logits[0, len(A) :]
+    return model(use_cache=False, **PackedBatch(PACKED, OPENS, 9, isolate).inputs).logits[0, len(A) :]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -62,7 +62,8 @@ def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     optimizer = make_optimizer(model, wanted)
     optimizer.zero_grad = lambda: None
     teach_in_chunks(model)
-    result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, Batch(PACKED, OPENS, 9, 1))
+    batch = PackedBatch(PACKED, OPENS, 8, isolate=True)
+    result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
     total = sum(
         F.cross_entropy(plain(input_ids=torch.tensor([one]), use_cache=False).logits[0, :-1], torch.tensor(one[1:]),
                         reduction="sum")
@@ -89,7 +90,8 @@ def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(m
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
         teach_in_chunks(model)
-        result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, Batch(ids, opens, 18, 6))
+        batch = PackedBatch(ids, opens, 12, isolate=True)
+        result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
         found.append((result.loss, [one.grad for one in model.parameters()]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     for one, other in zip(found[0][1], found[1][1], strict=True):
