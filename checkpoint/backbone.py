@@ -34,13 +34,14 @@ class Backbone:
     def of(cls, model: Any) -> Backbone | None:
         """That of a model, or None where its class has no such part.
 
-        Most classes keep it in one module. Those of the T5 kind have encoder and decoder, and only their own forward
-        pass brings the two together.
+        Most classes keep it in one module that runs. Others have encoder and decoder, alone (T5) or in a module that
+        only holds them, and their own forward pass brings the two together.
         """
         found = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-        if isinstance(found, nn.Module) and found is not model:
-            return cls(found, found, _target_ids if is_encoder_decoder(model) else None)
-        encoder, decoder = getattr(model, "encoder", None), getattr(model, "decoder", None)
+        inner = found if isinstance(found, nn.Module) and found is not model else None
+        if inner is not None and type(inner).forward is not nn.Module.forward:
+            return cls(inner, inner, _target_ids if is_encoder_decoder(model) else None)
+        encoder, decoder = (getattr(inner or model, side, None) for side in ("encoder", "decoder"))
         if isinstance(encoder, nn.Module) and isinstance(decoder, nn.Module):
             return cls(lambda **inputs: _run_both(encoder, decoder, **inputs), decoder, _nothing_read)
         return None
@@ -52,9 +53,7 @@ class Backbone:
     @contextmanager
     def answering(self, states_1NC: Tensor) -> Iterator[dict[str, Any]]:
         """While open, a call of the model with the inputs yielded gives its head's logits for these states."""
-        from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions  # has all that heads read
-
-        outputs = MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=states_1NC)
+        outputs = _outputs(pair=self._beside is _target_ids)(last_hidden_state=states_1NC)
         ids_1N = torch.zeros(states_1NC.shape[:2], dtype=torch.long, device=states_1NC.device)
         inputs = {"input_ids": ids_1N, **(self._beside(states_1NC) if self._beside else {})}
         module: Any = self._last
@@ -67,6 +66,13 @@ class Backbone:
                 del module.forward
             else:
                 module.forward = own
+
+
+def _outputs(pair: bool) -> Any:
+    """What a module below a head returns, with every field that a head reads; ``pair``: of encoder and decoder."""
+    from transformers import modeling_outputs as known
+
+    return known.Seq2SeqModelOutput if pair else known.MoEModelOutputWithPastAndCrossAttentions
 
 
 def _run_both(encoder: Any, decoder: Any, **inputs: Any) -> Any:

@@ -25,7 +25,7 @@ def load_causal_lm(
         UnsupportedError: the checkpoint is an encoder-decoder.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    if _writes_from_another_text(config):
+    if is_seq2seq(config):
         raise UnsupportedError(
             f"{folder} is an encoder-decoder ({config.model_type}), and this needs a model without an encoder.",
             "`headfold uptrain` and `headfold eval` take encoder-decoders.",
@@ -105,7 +105,7 @@ def load_seq2seq_lm(
         UnsupportedError: the checkpoint has no encoder.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    if not _writes_from_another_text(config):
+    if not is_seq2seq(config):
         raise UnsupportedError(f"{folder} ({config.model_type}) is no encoder-decoder, and this needs one.")
     return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
 
@@ -168,7 +168,7 @@ def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again.")
 
 
-def _writes_from_another_text(config: Any) -> bool:
+def is_seq2seq(config: Any) -> bool:
     """An encoder-decoder; some decoders of a pair that stand alone carry the mark of the whole, but no such class."""
     from transformers import AutoModelForSeq2SeqLM
 
@@ -183,7 +183,7 @@ _SEQ2SEQ = "AutoModelForSeq2SeqLM"
 def _auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    return AutoModelForSeq2SeqLM if _writes_from_another_text(config) else AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if is_seq2seq(config) else AutoModelForCausalLM
 
 
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Any:

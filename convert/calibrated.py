@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,16 +19,22 @@ from ..checkpoint.source import Checkpoint
 from ..console import human_bytes, info, warn
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import DataError, UnsupportedError, UsageError
+from .blocks import Block
 from .calibration import collect_statistics, load_for_calibration, token_blocks
 from .fit import RefineSettings
 from .memory import fitting
+from .pair_statistics import collect_pair_statistics, corrupted
 from .plan import Plan
 from .refit import identity_of, reading_modules, refine_folder, require_refinable
 from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
-from .statistics import SOURCE, Statistics
+from .seq2seq import is_pair, refuse_refinement
+from .shapes import resolved_config
+from .statistics import BLOCK, REACH, SOURCE, Statistics
 from .work import LayerFit, RefineWork, remove_work
 
+_BLOCK = 512
+"""Tokens of a block where nobody says how many."""
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they are of."""
 
@@ -40,7 +47,8 @@ class Calibration:
         data: corpus name, see :mod:`headfold.corpus`; its train split unless the name says otherwise. None: no text,
             so ``statistics`` must be there already and nothing is refined.
         tokens: how much of it is read.
-        block: tokens of one block.
+        block: tokens of one block, best as many as the model will read at once; None: 512, and what is farther apart
+            than that is kept as it would be for all of the model's context.
         refine: AdamW steps per layer after the method (zero: none). None: :data:`RefineSettings.steps` for ``folded``
             where there is text and the model can be refined, else none.
         statistics: file to keep the statistics in, or to take them from when it is there; one pass serves every
@@ -50,7 +58,7 @@ class Calibration:
 
     data: str | None = "stdlib"
     tokens: int = 131_072
-    block: int = 512
+    block: int | None = None
     refine: int | None = None
     statistics: Path | None = None
     device: str = "cpu"
@@ -58,16 +66,21 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Text:
-    """Calibration text: where it is from, and its token ids (N blocks of T tokens)."""
+    """Calibration text: where it is from, and its token ids (N blocks of T tokens).
+
+    Attributes:
+        reach: over how many tokens the result will attend.
+    """
 
     corpus: Corpus
     blocks_NT: Tensor
+    reach: int
 
     def describe(self) -> dict[str, str]:
         """Where the text is from, and a hash of the very token ids that are looked at."""
         ids = hashlib.sha256(self.blocks_NT.numpy().tobytes()).hexdigest()
-        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision}
-        return {**known, "tokens": str(self.blocks_NT.numel()), "block": str(self.blocks_NT.shape[1]), IDS: ids}
+        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision, REACH: str(self.reach)}
+        return {**known, "tokens": str(self.blocks_NT.numel()), BLOCK: str(self.blocks_NT.shape[1]), IDS: ids}
 
 
 def convert_calibrated(
@@ -117,7 +130,7 @@ def convert_calibrated(
             asked = calibration.refine is not None
             settings = _refinable(plan, text, settings, work, load, asked=asked)
         if plan.rewrites_queries and statistics is None:
-            statistics = _new_statistics(plan.source, calibration, text, readers, scratch, load)
+            statistics = _new_statistics(plan.source, plan.family.blocks, calibration, text, scratch, load)
         load.forget()
         run_plan(
             plan,
@@ -153,6 +166,9 @@ class _Source:
                 ).eval()
         return self._model
 
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self._source.folder, trust_remote_code=self._trust)
+
     def describe(self) -> str:
         return f"the source's weights take {human_bytes(self._source.weight_bytes)}"
 
@@ -173,8 +189,10 @@ def _refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) 
 def _refine_settings(plan: Plan, calibration: Calibration, text: Text | None, seed: int) -> RefineSettings | None:
     """How to refine, None for not at all: `folded` is refined where there is text, unless the user says otherwise."""
     steps = calibration.refine
+    if steps:
+        refuse_refinement(plan.source.config)
     if steps is None:
-        steps = RefineSettings.steps if plan.method_name == "folded" else 0
+        steps = RefineSettings.steps if plan.method_name == "folded" and not is_pair(plan.source.config) else 0
     if not plan.changes or steps == 0 or text is None:
         return None
     # little text makes small batches, so that there is more than one
@@ -246,7 +264,7 @@ def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool =
         source = stack.enter_context(loadable(plan.source, calibration.statistics))
         load = _Source(source, calibration.device, scratch / "offload", trust_remote_code)
         kept = _kept_statistics(source, calibration, text, readers)
-        return kept or _new_statistics(source, calibration, text, readers, scratch, load)
+        return kept or _new_statistics(source, plan.family.blocks, calibration, text, scratch, load)
 
 
 def _kept_statistics(
@@ -263,7 +281,7 @@ def _kept_statistics(
                 "Name another --statistics file, or leave out --calibration to use this one.",
             )
         info(f"Statistics of {found.tokens:,} tokens from {file}.")
-        return found
+        return found if text is None else replace(found, metadata={**found.metadata, REACH: str(text.reach)})
     if text is None:
         raise UsageError(
             f"There is no statistics file {file}.", "Name calibration text: --calibration stdlib, or a file."
@@ -272,26 +290,37 @@ def _kept_statistics(
 
 
 def _new_statistics(
-    source: Checkpoint, calibration: Calibration, text: Text | None, readers: list[str], scratch: Path, load: _Source
+    source: Checkpoint,
+    blocks: Sequence[Block],
+    calibration: Calibration,
+    text: Text | None,
+    scratch: Path,
+    load: _Source,
 ) -> Statistics:
     """Collect the statistics of a source.
 
     Args:
-        readers: the modules whose input is the attention's, in layer order.
+        blocks: the attention blocks whose inputs are looked at.
         scratch: a folder for files that are needed only meanwhile.
         load: gives the model.
     """
     assert text is not None
     file = calibration.statistics
     info(f"Calibrating on {text.blocks_NT.numel():,} tokens of {text.corpus.spec}.")
+    file = scratch / "statistics.safetensors" if file is None else file
+    metadata = {SOURCE: source.digest(), **text.describe()}
+    if is_pair(source.config):
+        pairs = corrupted(text.blocks_NT, load.tokenizer())
+        with fitting(load.device, "Calibration", load.describe):
+            return collect_pair_statistics(load(), *pairs, file, blocks, metadata=metadata, device=load.device)
     model = load()
     with fitting(load.device, "Calibration", load.describe):
         return collect_statistics(
             model,
             text.blocks_NT,
-            file if file is not None else scratch / "statistics.safetensors",
-            metadata={SOURCE: source.digest(), **text.describe()},
-            readers=readers,
+            file,
+            metadata=metadata,
+            readers=reading_modules(blocks),
             device=load.device,
         )
 
@@ -309,7 +338,10 @@ def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: b
         return None
     corpus = open_corpus(calibration.data, TRAIN)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=calibration.block))
+    block = calibration.block or _BLOCK
+    context = getattr(resolved_config(source.config).get_text_config(decoder=True), "max_position_embeddings", None)
+    reach = calibration.block or max(_BLOCK, context or 0)
+    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=block), reach)
 
 
 def _fit_entry(fit: LayerFit) -> dict[str, float]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import console
-from ..checkpoint.load import load_causal_lm
+from ..checkpoint.load import load_config, load_language_model
 from ..corpus import Corpus, Encoder
 from ..errors import DataError, UnsupportedError
-from .statistics import TOKENS, Statistics, Sums, writing_statistics
+from .statistics import BLOCK, TOKENS, Statistics, Sums, writing_statistics
 
 _IN_MEMORY_SHARE = 0.5
 """Weights stay on disk where they would take more than this share of the memory that is free."""
@@ -95,7 +95,7 @@ def collect_statistics(
     projections = [model.get_submodule(name) for name in names]
     hidden = [next(weight.shape[1] for weight in part.parameters() if weight.dim() == 2) for part in projections]
     batches = blocks_NT.split(max(batch_tokens // blocks_NT.shape[1], 1))
-    details = {**metadata, TOKENS: str(blocks_NT.numel())}
+    details = {**metadata, TOKENS: str(blocks_NT.numel()), BLOCK: str(blocks_NT.shape[1])}
     with writing_statistics(file, hidden, details) as sums, ExitStack() as stack, torch.inference_mode():
         stack.callback(model.train, model.training)
         model.eval()
@@ -139,13 +139,14 @@ def load_for_calibration(
         scratch: an empty folder; weights that the class stores in another form than the files go there.
     """
     if weight_bytes < psutil.virtual_memory().available * _IN_MEMORY_SHARE:
-        return load_causal_lm(folder, trust_remote_code=trust_remote_code).to(device)
-    from transformers import AutoModelForCausalLM
+        return load_language_model(folder, trust_remote_code=trust_remote_code).to(device)
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     places = {"": "disk"} if torch.device(device).type == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(
+    pair = getattr(load_config(folder, trust_remote_code=trust_remote_code), "is_encoder_decoder", False)
+    return (AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM).from_pretrained(
         folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
     )

@@ -17,14 +17,17 @@ _Product = Callable[[Extended, Extended], Tensor]
 """(X,) inner products of what the query heads of two blocks do."""
 
 
-def lost_shares(before: Attention, after: Attention, second_moment: Tensor | None) -> tuple[float, float]:
+def lost_shares(
+    before: Attention, after: Attention, second_moment: Tensor | None, reach: int = 0
+) -> tuple[float, float]:
     """Shares of the energy of scores and of outputs that are lost; above 1 where more is wrong than was there.
 
     Args:
         before: the source's block, its KV heads in the order in which ``after`` groups them.
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
+        reach: tokens over which positions are spread, for planes that hardly turn over them; 0 for any number.
     """
-    rows = rotary_rows(before.rotary, before.k_KDC.shape[1])
+    rows = rotary_rows(before.rotary, before.k_KDC.shape[1], reach)
     old, new = extended(before, second_moment), extended(after, second_moment)
     gain_X = gains(old, old.v_KDE, _by_kv_head(old)).flatten()
 
@@ -53,7 +56,7 @@ def _repeated(layer: Extended, heads_KDE: Tensor) -> Tensor:
 def _score_product(one: Extended, other: Extended, rows: Rows) -> Tensor:
     """Mean product of two blocks' scores, over tokens and evenly spread positions."""
     k_XDE, other_k_XDE = _repeated(one, one.k_KDE), _repeated(other, other.k_KDE)
-    moved_q_XDE, moved_k_XDE = one.moved(one.q_HDE), one.moved(k_XDE, KEY_MEAN_SHARE)
+    moved_q_XDE, moved_k_XDE = one.asked(one.q_HDE), one.moved(k_XDE, KEY_MEAN_SHARE)
     queries_XF, keys_XF = (
         (to_planes(moved_XDE, rows) * to_planes(rows_XDE, rows).conj()).sum(-1)
         for moved_XDE, rows_XDE in ((moved_q_XDE, other.q_HDE), (moved_k_XDE, other_k_XDE))

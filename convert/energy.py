@@ -7,6 +7,7 @@ input, extended by a constant 1 where a projection has a bias (E = C or C + 1).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,17 +23,30 @@ KEY_MEAN_SHARE = 0.5
 in the softmax; under a rotation that is so in slow planes and not in fast ones. Half was best of 0, ½, ¾ and 1."""
 
 
+SLOW = math.pi
+"""Half a turn over what the model reads. Of 2, 4 and 6 radians, 2 and 4 came out alike, 6 worse than no slow plane."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one head by their role: plane f is rows (first[f], second[f]); the others pass through."""
+    """The rows of one head by their role: plane f is rows (first[f], second[f]); the others pass through.
+
+    Attributes:
+        angles_S: the turn per position of the S slow planes, fastest first. They are treated like rows that pass:
+            their rows lead ``passing_P``, first the S first ones, then the S second ones.
+    """
 
     first_F: Tensor
     second_F: Tensor
     passing_P: Tensor
+    angles_S: Tensor
 
 
-def rotary_rows(rotary: Rotary, head_dim: int) -> Rows:
+def rotary_rows(rotary: Rotary, head_dim: int, reach: int = 0) -> Rows:
     """Sort the rows of a head.
+
+    Args:
+        reach: tokens over which heads will attend. A plane that turns by at most ``SLOW`` over them is slow. 0: none.
 
     Raises:
         UnsupportedError: the layout is none of half, interleaved and none.
@@ -40,14 +54,24 @@ def rotary_rows(rotary: Rotary, head_dim: int) -> Rows:
     rotated = torch.arange(rotary.dim if rotary.layout != "none" else 0)
     passing_P = torch.arange(len(rotated), head_dim)
     if rotary.layout == "interleaved":
-        return Rows(rotated[0::2], rotated[1::2], passing_P)
+        return _with_slow(rotated[0::2], rotated[1::2], passing_P, rotary, reach)
     if rotary.layout in ("half", "none"):
         half = len(rotated) // 2
-        return Rows(rotated[:half], rotated[half:], passing_P)
+        return _with_slow(rotated[:half], rotated[half:], passing_P, rotary, reach)
     raise UnsupportedError(
         f"How this model pairs the rows of a head for its rotary positions is not known ({rotary.layout!r}).",
         "Use --method mean, which needs no such knowledge.",
     )
+
+
+def _with_slow(first_F: Tensor, second_F: Tensor, passing_P: Tensor, rotary: Rotary, reach: int) -> Rows:
+    angles_F = torch.tensor(rotary.angles[: len(first_F)] if reach else (), dtype=torch.float64)
+    order_F = angles_F.argsort(descending=True)
+    slow_S = order_F[(angles_F[order_F] > 0) & (angles_F[order_F] * reach <= SLOW)]
+    fast = torch.ones(len(first_F), dtype=torch.bool)
+    fast[slow_S] = False
+    led_P = torch.cat([first_F[slow_S], second_F[slow_S], passing_P])
+    return Rows(first_F[fast], second_F[fast], led_P, angles_F[slow_S])
 
 
 def to_planes(rows_XDE: Tensor, rows: Rows) -> Tensor:
@@ -67,7 +91,12 @@ def assembled(planes_XFE: Tensor, passing_XPE: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Extended:
-    """The projections of a layer in float64, biases as a last column, with the moments of their input."""
+    """The projections of a layer in float64, biases as a last column, with the moments of their input.
+
+    Attributes:
+        moment_EE, mean_E: of what keys and values are made of.
+        query_moment_EE, query_mean_E: of what queries are made of, which is the same but in cross-attention.
+    """
 
     q_HDE: Tensor
     k_KDE: Tensor
@@ -75,20 +104,31 @@ class Extended:
     o_CHD: Tensor
     moment_EE: Tensor
     mean_E: Tensor
+    query_moment_EE: Tensor
+    query_mean_E: Tensor
 
     def moved(self, rows_XDE: Tensor, mean_share: float = 1.0) -> Tensor:
-        """rows @ E[x xᵀ] of inputs whose mean counts by that share of its energy (0: the covariance)."""
-        moved_XDE = rows_XDE @ self.moment_EE
-        if mean_share == 1:
-            return moved_XDE
-        return moved_XDE - (1 - mean_share) * (rows_XDE @ self.mean_E).unsqueeze(-1) * self.mean_E
+        """Rows of keys or values @ E[x xᵀ] of inputs whose mean counts by that share of its energy (0: covariance)."""
+        return _moved(rows_XDE, self.moment_EE, self.mean_E, mean_share)
+
+    def asked(self, rows_XDE: Tensor, mean_share: float = 1.0) -> Tensor:
+        """The same for rows of queries."""
+        return _moved(rows_XDE, self.query_moment_EE, self.query_mean_E, mean_share)
+
+
+def _moved(rows_XDE: Tensor, moment_EE: Tensor, mean_E: Tensor, mean_share: float) -> Tensor:
+    moved_XDE = rows_XDE @ moment_EE
+    if mean_share == 1:
+        return moved_XDE
+    return moved_XDE - (1 - mean_share) * (rows_XDE @ mean_E).unsqueeze(-1) * mean_E
 
 
 def extended(attention: Attention, second_moment: Tensor | None) -> Extended:
     """Widen to float64 and put biases into the matrices.
 
     Args:
-        second_moment: E[x xᵀ], (C+1)×(C+1) with the constant as last index; None means the identity.
+        second_moment: E[x xᵀ], (C+1)×(C+1) with the constant as last index; None means the identity. In
+            cross-attention two of them, (2, C+1, C+1): of what keys and values read, and of what queries read.
 
     Raises:
         UsageError: the second moment is not of this layer's width.
@@ -105,21 +145,25 @@ def extended(attention: Attention, second_moment: Tensor | None) -> Extended:
     q_HDE = widen(attention.q_HDC, attention.q_bias_HD)
     k_KDE, v_KDE = widen(attention.k_KDC, attention.k_bias_KD), widen(attention.v_KDC, attention.v_bias_KD)
     width = q_HDE.shape[-1]
-    moment_EE = _moment(second_moment, attention.q_HDC.shape[-1], width)
-    mean_E = q_HDE.new_zeros(width) if second_moment is None else second_moment[-1, :width].double()
-    return Extended(q_HDE, k_KDE, v_KDE, attention.o_CHD.double(), moment_EE, mean_E)
+    crossed = second_moment is not None and second_moment.dim() == 3
+    moments = [
+        _moment(one, attention.q_HDC.shape[-1], width) for one in (second_moment if crossed else [second_moment])
+    ]
+    return Extended(q_HDE, k_KDE, v_KDE, attention.o_CHD.double(), *moments[0], *moments[-1])
 
 
-def _moment(second_moment: Tensor | None, hidden: int, width: int) -> Tensor:
+def _moment(second_moment: Tensor | None, hidden: int, width: int) -> tuple[Tensor, Tensor]:
+    """(second moment, damped; mean)"""
     if second_moment is None:
-        return torch.eye(width, dtype=torch.float64)
+        return torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
     if second_moment.shape != (hidden + 1, hidden + 1):
         raise UsageError(
             f"The statistics are {second_moment.shape[0] - 1} wide, the attention's input {hidden}.",
             "They belong to another checkpoint; collect them again from this one.",
         )
     moment_EE = second_moment[:width, :width].double()
-    return moment_EE + torch.eye(width, dtype=torch.float64) * (_DAMPING * moment_EE.diagonal().mean())
+    damping_EE = torch.eye(width, dtype=torch.float64) * (_DAMPING * moment_EE.diagonal().mean())
+    return moment_EE + damping_EE, second_moment[-1, :width].double()
 
 
 def narrowed(attention: Attention, q_HDE: Tensor, k_GDE: Tensor, v_GDE: Tensor, o_CHD: Tensor) -> Attention:
@@ -169,7 +213,7 @@ def measured(layer: Extended, rows: Rows, heads: list[int]) -> Energy:
     k_KDE, v_KDE = layer.k_KDE[heads], layer.v_KDE[heads]
     o_KQCD = layer.o_CHD.unflatten(1, (-1, per_kv))[:, heads].permute(1, 2, 0, 3)
     gain_KQ = gains(layer, v_KDE, o_KQCD)
-    moved_q_KQDE = layer.moved(q_KQDE) * gain_KQ[..., None, None]
+    moved_q_KQDE = layer.asked(q_KQDE) * gain_KQ[..., None, None]
     planes_FKE = to_planes(k_KDE, rows).transpose(0, 1)
     moved_planes_FKE = to_planes(layer.moved(k_KDE, KEY_MEAN_SHARE), rows).transpose(0, 1)
     query_energy_KD = (moved_q_KQDE * q_KQDE).sum((1, 3))
@@ -197,7 +241,7 @@ def gains(layer: Extended, v_KDE: Tensor, o_KQCD: Tensor) -> Tensor:
 
 def score_energy(layer: Extended, rows: Rows, q_XDE: Tensor, k_XDE: Tensor) -> Tensor:
     """(X,) mean square of the scores of X pairs of a query and a key head, both without their mean."""
-    moved_q_XDE, moved_k_XDE = layer.moved(q_XDE, 0), layer.moved(k_XDE, 0)
+    moved_q_XDE, moved_k_XDE = layer.asked(q_XDE, 0), layer.moved(k_XDE, 0)
     energy_q_XD, energy_k_XD = (moved_q_XDE * q_XDE).sum(-1), (moved_k_XDE * k_XDE).sum(-1)
     planes_q_XF, planes_k_XF = (
         energy_XD[:, rows.first_F] + energy_XD[:, rows.second_F] for energy_XD in (energy_q_XD, energy_k_XD)

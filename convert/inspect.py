@@ -17,7 +17,7 @@ from .folding import predicted_loss
 from .methods import MethodContext
 from .projections import read_attention
 from .rewrites.routes import Route, rewritten, route_of, target_config
-from .seq2seq import PAIRS, described_pair, is_pair, own_target_config, side
+from .seq2seq import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 from .settings import with_kv_heads
 from .shapes import build, known_type, model_class
@@ -245,14 +245,14 @@ def predict_damage(
         UsageError: a number of groups that does not divide, or statistics of another checkpoint.
         UnsupportedError: a layer whose queries cannot be rewritten.
     """
-    checkpoint = rewritten(Checkpoint.open(source, revision=revision), *groups)
+    checkpoint = as_own(rewritten(Checkpoint.open(source, revision=revision), *groups))
     families = {wanted: find_family(checkpoint, wanted) for wanted in groups}
     moments = Statistics.open(statistics)
     family = families[groups[0]]
     moments.require_source(checkpoint.digest(), len(family.blocks))
     for block in family.blocks:
         attention = read_attention(checkpoint, family, block)
-        context = MethodContext(block.layer, second_moment=moments.second_moment(block.layer))
+        context = MethodContext(block.layer, second_moment=moments.second_moment(block.layer), reach=moments.reach)
         for wanted in groups:
             loss = predicted_loss(attention, wanted, context)
             yield Damage(block.layer, wanted, sum(loss.keys_G), sum(loss.values_G))

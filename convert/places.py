@@ -7,7 +7,6 @@ another one is refused. Letters of shapes as in heads.py.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Checkpoint
 from .heads import query_order
 from .layouts import Stored
-from .rewritable import OUTPUTS
+from .rewritable import OUTPUTS, forward_code
 
 if TYPE_CHECKING:
     from .blocks import Block
@@ -95,11 +94,13 @@ def _axis(name: str, shape: tuple[int, ...], query_heads: int, keys_alike: bool)
 def _reason(model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorInfo], query_heads: int) -> str | None:
     """Why heads cannot change places, or why nothing is known of how alike they are."""
     config = model.config.get_text_config()
-    code = inspect.getsource(type(model.get_submodule(block.module)))
+    code = forward_code(type(model.get_submodule(block.module)))
     if block.q is None or block.o is None:
         return "its query and output projections are not recognised"
     if getattr(config, "alibi", None) or getattr(config, "alibi_slopes", None):
         return "its ALiBi positions depend on the place of a head"
+    if hasattr(model.get_submodule(block.module), "relative_attention_bias"):
+        return "its relative positions have a bias for every head, which all layers share"
     if getattr(config, "num_kv_shared_layers", None):
         return "some layers use the keys and values of others (num_kv_shared_layers)"
     rows = query_heads * block.head_dim * (2 if _GATE_BEHIND_QUERIES.search(code) else 1)

@@ -197,23 +197,12 @@ def make_plan(
     refuse_quantised(source)
     source = as_own(rewritten(source, groups))
     family = find_family(source, groups, encoder=encoder)
-    _refuse_for_pairs(source, method, grouping)
     grouping = grouping or _default_grouping(method, family)
     kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
     actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
     if any(setting.heads != groups for setting in family.settings):
         _plan_blocks(source, family, groups, method, grouping, actions)
     return Plan(source, family, groups, method, grouping, actions, _edited_config(source, family, groups))
-
-
-def _refuse_for_pairs(source: Checkpoint, method: str, grouping: str | None) -> None:
-    """What is not worked out for cross-attention, whose queries and keys read different texts."""
-    if is_pair(source.config) and (METHODS[method].rewrites_queries or grouping == "similarity"):
-        offered = [name for name, one in METHODS.items() if not one.rewrites_queries]
-        raise UnsupportedError(
-            f"{method} with {grouping or 'the better'} grouping is not offered for encoder-decoders.",
-            f"Use --method {' or '.join(offered)} with contiguous groups and without calibration text.",
-        )
 
 
 def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:

@@ -61,6 +61,7 @@ def refine_layers(
     blocks_NT, batch = whole_batches(blocks_NT, settings)
     originals, layers = (decoder_layers(model, names, blocks_NT[:batch]) for model in (source, converted))
     walk = _Walk(work, settings, batch, torch.device(device), (*blocks_NT.shape, layers[0].hidden))
+    last = max(index for index, layer in enumerate(layers) if layer.reader)
     if work.layer is None:
         work.start(*walk.shape)
         first_inputs(source, originals[0], blocks_NT, batch, walk.states("source", 0))
@@ -73,8 +74,8 @@ def refine_layers(
         fitting(device, "Refinement", lambda: _needs(layers, batch * blocks_NT.shape[1])),
     ):
         advance(len(work.fits) * settings.steps)
-        for index in range(work.layer or 0, len(layers)):
-            walk.step(index, originals[index], layers[index], advance)
+        for index in range(work.layer or 0, last + 1):
+            walk.step(index, originals[index], layers[index], advance, last=index == last)
     return work.fits
 
 
@@ -121,8 +122,12 @@ class _Walk:
     def states(self, kind: str, layer: int) -> Tensor:
         return self.work.states(kind, layer, self.shape)
 
-    def step(self, index: int, original: Layer, layer: Layer, advance: Advance) -> None:
-        """Bring both models' states past one layer, and fit the converted one where it has attention."""
+    def step(self, index: int, original: Layer, layer: Layer, advance: Advance, *, last: bool) -> None:
+        """Bring both models' states past one layer, and fit the converted one where it has attention.
+
+        Args:
+            last: nobody reads the states after it.
+        """
         with held(original, self.device) as (here, _):
             target = self._follow(index, here)
         found, tensors = None, dict[str, Tensor]()
@@ -135,13 +140,9 @@ class _Walk:
                 for name, parameter in parameters.items():
                     tensors[name] = parameter.detach().to(stored[parameter])
                     parameter.data = tensors[name].float()  # the next layer sees what will be stored
-            mapped(
-                here,
-                self.states("converted", index),
-                self.states("converted", index + 1),
-                self.batch,
-                self.device,
-            )
+            if not last:
+                h_NTC, after_NTC = (self.states("converted", place) for place in (index, index + 1))
+                mapped(here, h_NTC, after_NTC, self.batch, self.device)
         self.work.finish(index, found, tensors)
 
     @torch.no_grad()

@@ -117,7 +117,8 @@ def require_refinable(
     for reader in readers:
         _places(model, reader, source)
     first = decoder_layers(model, readers, text_NT[:2, :_GLANCE].to(device))[0]
-    work.require_place(*text_NT.shape, first.hidden)
+    count, length = text_NT.shape
+    work.require_place(count, length, first.hidden)
 
 
 def reading_modules(blocks: Sequence[Block]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -23,6 +24,8 @@ _KNOWN = re.compile(
     rf"([qkv]_proj|[qkv]|qkv_proj|Wqkv|query_key_value|c_attn|{'|'.join(OUTPUTS)})\.(weight|bias)|[qk]_norm\.weight"
 )
 """Parameters of an attention block that a change of basis inside its heads accounts for."""
+_PLACES = re.compile(r"relative_attention_bias\.weight")
+"""A number for a query head and a distance, added to the score (T5): no basis matters to it, either."""
 _HEADS_NORM = re.compile(r"[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)")
 """The same where norms have weights of every head: then only the values change their basis."""
 _SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
@@ -39,7 +42,7 @@ def reason_against_rewriting(
     head_norms = "k_norm" in block.roles()
     scalars = {name for name, weight in own.items() if _SCALARS.fullmatch(name) and len(weight) == query_heads}
     accounted = {name for name in own if _KNOWN.fullmatch(name) or (head_norms and _HEADS_NORM.fullmatch(name))}
-    unknown = own.keys() - accounted - scalars
+    unknown = {name for name in own.keys() - accounted - scalars if not _PLACES.fullmatch(name)}
     fused = block.q == block.k
     if block.q is None or block.o is None or ("q_proj.bias" in own and block.q_bias is None):
         return "its query and output projections are not recognised"
@@ -64,12 +67,18 @@ def reason_against_rewriting(
     return None
 
 
+@cache
+def forward_code(kind: type[nn.Module]) -> str:
+    """The source of a class's forward pass."""
+    return inspect.getsource(kind.forward)
+
+
 def norms_keys(module: nn.Module) -> bool:
     """True when the attention's code normalises anything, by a module, a flag that is on, or a function.
 
     Read from the source, because some classes do it without a weight or a module of its own.
     """
-    code = re.sub(r"#.*", "", inspect.getsource(type(module).forward))
+    code = re.sub(r"#.*", "", forward_code(type(module)))
     for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
         own = word.removeprefix("self.")
         found = getattr(module, own.split(".")[0], None)

@@ -22,6 +22,7 @@ from .methods import MethodContext
 from .plan import Plan, make_plan
 from .projections import new_tensors
 from .rewrites.materialise import say_route, settle_tokenizer
+from .seq2seq import settle_generation
 from .statistics import Statistics
 from .verify import verify
 
@@ -62,9 +63,7 @@ def convert_checkpoint(
     Raises:
         HeadfoldError: of one of its kinds, with nothing written.
     """
-    plan = plan_conversion(
-        source, groups=groups, method=method, grouping=grouping, encoder=encoder, revision=revision
-    )
+    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, encoder=encoder, revision=revision)
     if max_shard_size is not None:
         plan = replace(plan, max_shard_bytes=shard_bytes(max_shard_size))
     moments = None if statistics is None else Statistics.open(Path(statistics))
@@ -134,6 +133,7 @@ def fill_folder(
     write_code(json.loads(plan.config_text), folder)
     if plan.rewrite is not None:
         settle_tokenizer(plan.source.folder, folder)
+        settle_generation(plan.on_disk, folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
     unused = verify(folder)
     write_weights(plan, writer, statistics, seed)
@@ -151,7 +151,8 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
     with progress(plan.method_name, len(blocks)) as advance, torch.no_grad():
         for block in blocks:
             moment = None if statistics is None else statistics.second_moment(block.layer)
-            context = MethodContext(block.layer, seed, plan.family.initializer_range, moment)
+            reach = 0 if statistics is None else statistics.reach
+            context = MethodContext(block.layer, seed, plan.family.initializer_range, moment, reach)
             for name, tensor in new_tensors(plan, block, context).items():
                 writer.put(name, tensor)
             advance()

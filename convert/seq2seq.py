@@ -9,8 +9,11 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..checkpoint.modelling import OWN_TYPES, OwnType, own_config, own_type
@@ -18,12 +21,13 @@ from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError
 from .rewrites.checkpoint import RetypedCheckpoint
 from .rewrites.routes import names_tokenizer
-from .shapes import model_class, resolved_config
+from .shapes import quiet_transformers, resolved_config
 
-HEAD = "lm_head.weight"
+GENERATION_CONFIG_NAME = "generation_config.json"
+HEAD, EMBEDDINGS = "lm_head.weight", ("shared.weight", "model.shared.weight")
 DECODER, ENCODER = "num_key_value_heads", "encoder_num_key_value_heads"
 """Where config.json of our encoder-decoders keeps the KV heads of the two sides."""
-_IDS = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+_IDS = ("bos_token_id", "decoder_start_token_id")
 RUNS = (
     "It runs in transformers 4.57 and 5.24 with trust_remote_code=True, by the file of code beside the weights, and in "
     "headfold as it is."
@@ -37,34 +41,73 @@ class Pair:
 
     Attributes:
         own: the type of our own.
-        source_class: the only class of the source's that it computes the same as.
-        settings: (resolved config, whether the head is the embedding) → keys that the source's config has not.
+        classes: of the source, whose weights are those of ours; the first has all of them.
+        settings: (source, resolved config) → keys that the source's config has not, or means otherwise.
     """
 
     own: str
-    source_class: str
-    settings: Callable[[Any, bool], dict[str, Any]]
+    classes: tuple[str, ...]
+    settings: Callable[[Checkpoint, Any], dict[str, Any]]
 
     @property
     def type(self) -> OwnType:
         return OWN_TYPES[self.own]
 
 
-def _t5_settings(config: Any, tied: bool) -> dict[str, Any]:
+def _t5_settings(checkpoint: Checkpoint, config: Any) -> dict[str, Any]:
     """T5 1.1 and mT5 do not scale what goes into the head; transformers 5 keeps that apart from tying."""
-    return {"scale_decoder_outputs": bool(getattr(config, "scale_decoder_outputs", False)), "tie_word_embeddings": tied}
+    return {"scale_decoder_outputs": bool(getattr(config, "scale_decoder_outputs", False))}
 
+
+def _bart_settings(**kind: Any) -> Callable[[Checkpoint, Any], dict[str, Any]]:
+    """What tells one of BART's kin from the others; a table of waves that the file holds is read from there."""
+
+    def settings(checkpoint: Checkpoint, config: Any) -> dict[str, Any]:
+        if not getattr(config, "share_encoder_decoder_embeddings", True):
+            raise UnsupportedError(
+                f"This {config.model_type} checkpoint has one embedding for the encoder and another for the decoder, "
+                "which headfold's code for it has not."
+            )
+        stored = any(name.endswith("embed_positions.weight") for name in checkpoint.tensors)
+        table = {"positions": "table"} if stored and kind["positions"] == "waves" else {}
+        return {**kind, **table, "logits_bias": "final_logits_bias" in checkpoint.tensors}
+
+    return settings
+
+
+_POST, _PRE = ({"norms_first": first, "final_norm": first} for first in (False, True))
+_TABLE = {"embedding_norm": True, "positions": "table", "position_offset": 2}
+_WAVES = {"embedding_norm": False, "positions": "waves", "position_offset": 0}
+_PAST_PADDING = {**_WAVES, "positions": "waves_past_padding"}
 
 PAIRS: dict[str, Pair] = {
-    "t5": Pair("headfold_t5", "T5ForConditionalGeneration", _t5_settings),
-    "mt5": Pair("headfold_t5", "MT5ForConditionalGeneration", _t5_settings),
+    "t5": Pair("headfold_t5", ("T5ForConditionalGeneration", "T5Model", "T5WithLMHeadModel"), _t5_settings),
+    "mt5": Pair("headfold_t5", ("MT5ForConditionalGeneration", "MT5Model"), _t5_settings),
+    "bart": Pair("headfold_bart", ("BartForConditionalGeneration", "BartModel"), _bart_settings(**_POST, **_TABLE)),
+    "mbart": Pair(
+        "headfold_bart",
+        ("MBartForConditionalGeneration", "MBartModel"),
+        _bart_settings(**_PRE, **_TABLE, starts_with_last_token=True),
+    ),
+    "marian": Pair("headfold_bart", ("MarianMTModel", "MarianModel"), _bart_settings(**_POST, **_WAVES)),
+    "pegasus": Pair(
+        "headfold_bart", ("PegasusForConditionalGeneration", "PegasusModel"), _bart_settings(**_PRE, **_WAVES)
+    ),
+    "m2m_100": Pair(
+        "headfold_bart", ("M2M100ForConditionalGeneration", "M2M100Model"), _bart_settings(**_PRE, **_PAST_PADDING)
+    ),
 }
+
+
+def is_own_pair(config: dict[str, Any]) -> bool:
+    """True for an encoder-decoder of ours."""
+    own = own_type(config)
+    return own is not None and own.auto_class == "AutoModelForSeq2SeqLM"
 
 
 def is_pair(config: dict[str, Any]) -> bool:
     """True for an encoder-decoder of ours, or one that becomes ours."""
-    own = own_type(config)
-    return config.get("model_type") in PAIRS or (own is not None and own.auto_class == "AutoModelForSeq2SeqLM")
+    return config.get("model_type") in PAIRS or is_own_pair(config)
 
 
 def as_own(checkpoint: Checkpoint) -> Checkpoint:
@@ -103,35 +146,42 @@ def own_target_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Settings are spelled out, since our class and the source's have other defaults.
     """
-    pair = PAIRS[checkpoint.config["model_type"]]
-    resolved = resolved_config(checkpoint.config)
-    found = model_class(checkpoint.config).__name__
-    if found != pair.source_class:
-        raise UnsupportedError(
-            f"Of type {checkpoint.config['model_type']}, only {pair.source_class} can be converted, not {found}."
-        )
+    source_type = checkpoint.config["model_type"]
+    pair, resolved = PAIRS[source_type], resolved_config(checkpoint.config)
+    named = checkpoint.config.get("architectures") or pair.classes[:1]
+    if not isinstance(named, (list, tuple)) or not set(named) & set(pair.classes):
+        raise UnsupportedError(f"Of type {source_type}, only {pair.classes[0]} can be converted, not {named}.")
     wanted = inspect.signature(pair.type.classes()[0].__init__).parameters
     settings = {name: getattr(resolved, name) for name in wanted if hasattr(resolved, name)}
     decoder, encoder = query_heads(resolved)
     ids = {name: getattr(resolved, name, None) for name in _IDS}
-    named = {} if names_tokenizer(checkpoint) else {"tokenizer_class": TOKENIZER_MAPPING_NAMES.get(resolved.model_type)}
+    tokenizer = None if names_tokenizer(checkpoint) else TOKENIZER_MAPPING_NAMES.get(source_type)
     return own_config(
         pair.type,
         {
             **checkpoint.config,
             **settings,
-            **{name: value for name, value in {**ids, **named}.items() if value is not None},
-            **pair.settings(resolved, HEAD not in checkpoint.tensors),
+            **{name: value for name, value in {**ids, "tokenizer_class": tokenizer}.items() if value is not None},
+            "tie_word_embeddings": _ties_head(checkpoint, resolved),
+            **pair.settings(checkpoint, resolved),
             DECODER: decoder,
             ENCODER: encoder,
         },
     )
 
 
+def _ties_head(checkpoint: Checkpoint, resolved: Any) -> bool:
+    """True when the output head is the embedding: it is not in the files, or there it is the same."""
+    if not resolved.tie_word_embeddings or HEAD not in checkpoint.tensors:
+        return bool(resolved.tie_word_embeddings)
+    embedding = next((name for name in EMBEDDINGS if name in checkpoint.tensors), None)
+    return embedding is None or torch.equal(checkpoint.read(HEAD), checkpoint.read(embedding))
+
+
 def described_pair(config: dict[str, Any]) -> str | None:
     """What the user gets of a type that becomes ours; None for any other."""
     pair = PAIRS.get(str(config.get("model_type")))
-    return pair and f"Kept tensor by tensor as {pair.own} ({pair.type.model_class}). {RUNS} {FAILS}"
+    return None if pair is None else f"Kept tensor by tensor as {pair.own} ({pair.type.model_class}). {RUNS} {FAILS}"
 
 
 def query_heads(resolved: Any) -> tuple[int, int]:
@@ -147,6 +197,30 @@ def query_heads(resolved: Any) -> tuple[int, int]:
     if min(both) < 1:
         raise CheckpointError("config.json asks for a model without heads.", "Repair config.json.")
     return both[0], both[1]
+
+
+def refuse_refinement(config: dict[str, Any]) -> None:
+    """Refinement fits one layer after the other to one text, and cross-attention reads two.
+
+    Raises:
+        UnsupportedError: it is an encoder-decoder.
+    """
+    if is_pair(config):
+        raise UnsupportedError(
+            f"Refinement is not offered for encoder-decoders ({config['model_type']}).",
+            "Leave --refine out, and uptrain the result.",
+        )
+
+
+def settle_generation(source: Checkpoint, folder: Path) -> None:
+    """Write how an encoder-decoder generates where config.json alone said so: transformers asks its own classes only.
+
+    Args:
+        source: as it is on disk.
+    """
+    if source.config.get("model_type") in PAIRS and not (folder / GENERATION_CONFIG_NAME).exists():
+        with quiet_transformers():
+            GenerationConfig.from_model_config(resolved_config(source.config)).save_pretrained(folder)
 
 
 def side(module: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..errors import UnsupportedError, UsageError
-from .seq2seq import DECODER, ENCODER, is_pair, query_heads
+from .seq2seq import DECODER, ENCODER, is_own_pair, query_heads
 
 _KEYS = ("num_key_value_heads", "num_kv_heads")
 _SWITCH = "multi_query"
@@ -62,7 +62,7 @@ def kv_settings(
             numbers of query heads.
         UsageError: there is no encoder whose number can be set.
     """
-    if is_pair(config):
+    if is_own_pair(config):
         return _pair(resolved, encoder)
     if encoder:
         raise UsageError(f"Models of type {resolved.model_type} have no encoder to convert.", "Leave --encoder out.")

@@ -18,8 +18,9 @@ from ..checkpoint.header import encode_header
 from ..errors import CheckpointError, UsageError
 
 _KIND, _KIND_VALUE = "kind", "headfold statistics 1"
-SOURCE, TOKENS = "source_digest", "tokens"
-"""Keys of the metadata: which checkpoint the statistics are of, and from how many tokens."""
+SOURCE, TOKENS, BLOCK, REACH = "source_digest", "tokens", "block", "reach"
+"""Keys of the metadata: which checkpoint the statistics are of, from how many tokens, in blocks of how many, and over
+how many the result will attend."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Statistics:
 
     Attributes:
         layers: how many layers it holds.
-        metadata: which source, which text, how many tokens; see ``SOURCE`` and ``TOKENS``.
+        metadata: which source, which text, how many tokens; see ``SOURCE`` and what follows it.
     """
 
     file: Path
@@ -52,17 +53,27 @@ class Statistics:
             raise CheckpointError(f"{file} is no statistics file: {problem}.", "Collect it again.") from problem
         if metadata.pop(_KIND, None) != _KIND_VALUE:
             raise CheckpointError(f"{file} holds no calibration statistics.", "Give the file that calibration wrote.")
-        return cls(file, len(names), metadata)
+        return cls(file, sum(name.endswith(_ENDING) for name in names), metadata)
 
     @property
     def tokens(self) -> int:
         """Tokens that the means are over."""
         return int(self.metadata[TOKENS])
 
+    @property
+    def reach(self) -> int:
+        """Over how many tokens the result will attend: a block of the text, or more; 0 where the file does not say."""
+        return int(self.metadata.get(REACH, self.metadata.get(BLOCK, 0)))
+
     def second_moment(self, layer: int) -> Tensor:
-        """(C+1)×(C+1), float64. Reads this layer's matrix only."""
+        """(C+1)×(C+1), float64; of cross-attention (2, C+1, C+1): what keys and values, and what queries are made of.
+
+        Reads this layer only.
+        """
         with safe_open(self.file, framework="pt") as tensors:
             moment_EE: Tensor = tensors.get_tensor(_name(layer))
+            if _query_name(layer) in tensors.keys():  # noqa: SIM118 - no mapping
+                moment_EE = torch.stack([moment_EE, tensors.get_tensor(_query_name(layer))])
         return moment_EE
 
     def require_source(self, digest: str, layers: int) -> None:
@@ -118,15 +129,20 @@ class Sums:
 
 
 @contextmanager
-def writing_statistics(file: Path, hidden: Sequence[int], metadata: dict[str, str]) -> Iterator[Sums]:
+def writing_statistics(
+    file: Path, hidden: Sequence[int], metadata: dict[str, str], *, crossing: Sequence[int] = ()
+) -> Iterator[Sums]:
     """Give sums to add to; when the block ends well, ``file`` appears with their means.
 
     Args:
         hidden: width C of the attention's input, layer by layer.
+        crossing: layers whose queries are made of something else than keys and values; sums for these inputs follow
+            those of all layers.
     """
     unfinished = file.with_name(f".{file.name}.unfinished-{os.getpid()}")
-    widths = [width + 1 for width in hidden]
-    entries = [(_name(layer), "F64", (width, width)) for layer, width in enumerate(widths)]
+    widths = [width + 1 for width in (*hidden, *(hidden[layer] for layer in crossing))]
+    names = [*map(_name, range(len(hidden))), *map(_query_name, crossing)]
+    entries = [(name, "F64", (width, width)) for name, width in zip(names, widths, strict=True)]
     header = encode_header(entries, {**metadata, _KIND: _KIND_VALUE})
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -141,5 +157,12 @@ def writing_statistics(file: Path, hidden: Sequence[int], metadata: dict[str, st
         unfinished.unlink(missing_ok=True)
 
 
+_ENDING = ".second_moment"
+
+
 def _name(layer: int) -> str:
-    return f"layers.{layer}.second_moment"
+    return f"layers.{layer}{_ENDING}"
+
+
+def _query_name(layer: int) -> str:
+    return f"layers.{layer}.second_moment_of_queries"

@@ -2,7 +2,8 @@
 
 ``perplexity_ratio``, ``kl_nats``, ``same_top_token`` are estimates paired by document; ``kl_percentiles`` and
 ``kl_histogram`` describe single tokens; ``needle`` and ``tasks`` are differences paired by passage and by question;
-``recovered`` is null where it does not apply. KL is null where the source's scores came from a cache.
+``recovered`` is null where it does not apply, and so is ``cross_cache_ratio`` of models without an encoder. KL is null
+where the source's scores came from a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .paired import PairScores
 from .perplexity import exponential
 from .results import Decoder, Measured, array, mean_estimate
 from .subjects import UPTRAINED
-from .windows import TokenDocument, make_windows
+from .windows import ScoredDocument, make_windows
 
 _WORST = 5
 _WORST_TOKENS = 10
@@ -59,14 +60,20 @@ def against_source(pair: Pair, pairs: Sequence[Pair], window: int, stride: int, 
         "kl_histogram": None if together is None else _histogram(together),
         "same_top_token": ratio_estimate(_sums(pair.scores.same_top_N), tokens).as_dict(),
         "cache_ratio": pair.source.cache.bytes_per_token / pair.other.cache.bytes_per_token,
+        "cross_cache_ratio": _cross_cache_ratio(pair),
         "speedup": _speedups(pair),
-        "by_context": _by_context(pair.scores, window, stride),
+        "by_context": [] if pair.source.cross_cache else _by_context(pair.scores, window, stride),
         "worst_documents": _worst_documents(pair),
         "worst_tokens": _worst_tokens(pair.scores, decode),
         "needle": _needle(pair),
         "tasks": _tasks(pair),
         "recovered": _recovered(pair, pairs),
     }
+
+
+def _cross_cache_ratio(pair: Pair) -> float | None:
+    before, after = pair.source.cross_cache, pair.other.cross_cache
+    return None if before is None or after is None else before.bytes_per_token / after.bytes_per_token
 
 
 def _nats(measured: Measured) -> Array:
@@ -167,7 +174,7 @@ def _worst_tokens(scores: PairScores, decode: Decoder) -> list[dict[str, Any]]:
 
 
 def _token_row(
-    scores: PairScores, lost_nats: float, document: TokenDocument, place: int, decode: Decoder
+    scores: PairScores, lost_nats: float, document: ScoredDocument, place: int, decode: Decoder
 ) -> dict[str, Any]:
     number = next(index for index, one in enumerate(scores.source.documents) if one is document)
     before, after = (float(found.nll_N[number][place - 1]) for found in (scores.source, scores.other))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, UsageError
-from .windows import TokenDocument, Window, make_windows
+from .targets import TargetBatch, TargetWindow, collate_targets
+from .windows import ScoredDocument, Window, make_windows
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,21 @@ class Batch:
     targets_N: Tensor
     places_N: Tensor
 
+    @property
+    def highest(self) -> int:
+        """The largest token id."""
+        return int(self.ids_BT.max())
+
+    def inputs(self, model: Any) -> dict[str, Tensor]:
+        """What the model is called with."""
+        return {"input_ids": self.ids_BT, **({} if self.mask_BT is None else {"attention_mask": self.mask_BT})}
+
+
+AnyBatch = Batch | TargetBatch
+
 
 def group_windows(
-    documents: Sequence[TokenDocument], window: int, stride: int | None, batch_size: int
+    documents: Sequence[ScoredDocument], window: int, stride: int | None, batch_size: int
 ) -> list[list[Window]]:
     """The windows of each batch; the same for any number of processes.
 
@@ -56,13 +69,22 @@ def group_windows(
     return [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
 
 
-def collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> Batch:
-    """One batch of these windows."""
+def collate(windows: Sequence[Window], documents: Sequence[ScoredDocument]) -> AnyBatch:
+    """One batch of these windows, which are all of a kind."""
+    offsets = offsets_of(documents)
+    pairs = [made for made in windows if isinstance(made, TargetWindow)]
+    if pairs:
+        return collate_targets(pairs, [torch.from_numpy(places_of(made, offsets)) for made in pairs])
+    return _collate_text(windows, documents, offsets)
+
+
+def _collate_text(
+    windows: Sequence[Window], documents: Sequence[ScoredDocument], offsets: np.ndarray[Any, Any]
+) -> Batch:
     longest = max(made.stop - made.start for made in windows)
     ids_BT = torch.zeros(len(windows), longest, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
     rows, columns, places = [], [], []
-    offsets = offsets_of(documents)
     for row, made in enumerate(windows):
         ids = made.ids(documents)
         ids_BT[row, : len(ids)] = torch.tensor(ids)
@@ -82,7 +104,7 @@ def collate(windows: Sequence[Window], documents: Sequence[TokenDocument]) -> Ba
     )
 
 
-def offsets_of(documents: Sequence[TokenDocument]) -> np.ndarray[Any, Any]:
+def offsets_of(documents: Sequence[ScoredDocument]) -> np.ndarray[Any, Any]:
     """Index of each document's first scored token among all."""
     return np.cumsum([0, *(document.scored for document in documents)])
 
@@ -92,6 +114,8 @@ def places_of(made: Window, offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     return np.arange(made.first_scored, made.stop) - 1 + int(offsets[made.document])
 
 
-def split_by_document(values_N: np.ndarray[Any, Any], documents: Sequence[TokenDocument]) -> list[np.ndarray[Any, Any]]:
+def split_by_document(
+    values_N: np.ndarray[Any, Any], documents: Sequence[ScoredDocument]
+) -> list[np.ndarray[Any, Any]]:
     """Cut values of all scored tokens into one array per document."""
     return list(np.split(values_N, offsets_of(documents)[1:-1]))

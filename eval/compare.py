@@ -27,6 +27,7 @@ from .runner import Runner
 from .settings import EvalSettings
 from .source_cache import SourceCache
 from .subjects import Subject, open_subjects, tokenize_for_all
+from .targets import Asking
 from .windows import TokenText, make_windows
 
 
@@ -61,15 +62,16 @@ def compare(
     """
     settings = settings or EvalSettings()
     refuse_occupied(out, overwrite)
-    tasks = TaskSettings(tuple(settings.tasks), settings.shots, settings.task_limit, settings.batch)
-    known_tasks = find_tasks(tasks) if tasks.tasks else None
     subjects = open_subjects(source, others, trust_remote_code)
+    names = () if subjects[0].writes else tuple(settings.tasks)
+    tasks = TaskSettings(names, settings.shots, settings.task_limit, settings.batch)
+    known_tasks = find_tasks(tasks) if tasks.tasks else None
     for subject in subjects:
         refuse_overlap(subject.checkpoint.folder, out)
-    corpus = open_corpus(settings.data, HELDOUT)
-    text = tokenize_for_all(subjects, corpus, settings.tokens, settings.bos)
+    corpus = open_corpus(settings.data, HELDOUT, settings.columns)
     accelerator = join_processes(settings.device)
     protocol = settle(settings, subjects, accelerator.device if accelerator else choose_device(settings.device))
+    text = tokenize_for_all(subjects, lambda tokenizer: protocol.tokenize(tokenizer, corpus, settings))
     make_windows(text.documents, protocol.window, protocol.stride)  # a bad stride is refused before anything is loaded
     reading = {**protocol.reading(), "ids": text.ids_sha256, "tasks": task_identity(tasks),
                "versions": {name: version(name) for name in ("headfold", "torch", "transformers")}}  # fmt: skip
@@ -129,12 +131,18 @@ def _results(
         "vocab": protocol.vocab or source.subject.vocab,
         "decode": _jsonable(protocol.decode),
         "needle": _jsonable(protocol.needle),
+        "targets": None if protocol.asking is None else _asked(protocol.asking, settings),
         "source_from_cache": runner.source_from_cache,
     }
     others = [
         (pair.other, against_source(pair, pairs, protocol.window, protocol.stride, tokenizer.decode)) for pair in pairs
     ]
     return collect(source, others, text, described, command, settings.model_dump())
+
+
+def _asked(asking: Asking, settings: EvalSettings) -> dict[str, Any]:
+    columns = {"source_column": settings.source_column, "target_column": settings.target_column}
+    return {**asking.describe(), **(columns if asking.from_column else {})}
 
 
 def _jsonable(settings: DecodeSettings | NeedleSettings) -> dict[str, Any]:

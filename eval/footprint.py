@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.backbone import decoder_inputs, is_encoder_decoder
 from ..console import progress
 from ..errors import UnsupportedError
 from .memory import CacheSize, peak_bytes
@@ -26,7 +27,7 @@ class DecodeSettings:
     """How decoding is timed: once for every pair of a context and a batch.
 
     Attributes:
-        contexts: prompt tokens.
+        contexts: prompt tokens; of an encoder-decoder those that it reads.
         batches: sequences decoded side by side.
         new_tokens: tokens decoded after the first.
         repeats: runs per model; models take turns, so that a slow moment of the machine hits all of them.
@@ -71,13 +72,34 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure_cache(model: Any) -> CacheSize:
-    """Fill the cache twice and read sizes off its tensors.
+    """Fill the cache twice and read sizes off its tensors; of an encoder-decoder, what a written token adds.
 
     Raises:
         UnsupportedError: the model keeps no cache of keys and values.
     """
     with evaluating(model):
-        short, long = (_cache_layers(_forward(model, _some_ids(model, length), None)[1]) for length in (_SHORT, _LONG))
+        caches = []
+        for length in (_SHORT, _LONG):
+            inputs, ids_BT = _prompt(model, _some_ids(model, _SHORT if is_encoder_decoder(model) else length))
+            written_BT = _some_ids(model, length) if is_encoder_decoder(model) else ids_BT
+            caches.append(_forward(model, written_BT, None, inputs)[1])
+    return _growth(*(_cache_layers(getattr(cache, "self_attention_cache", cache)) for cache in caches))
+
+
+def measure_cross_cache(model: Any) -> CacheSize | None:
+    """What a token that is read adds to the cache of an encoder-decoder, by layer of the decoder; None of others."""
+    if not is_encoder_decoder(model):
+        return None
+    with evaluating(model):
+        caches = []
+        for length in (_SHORT, _LONG):
+            inputs, start_B1 = _prompt(model, _some_ids(model, length))
+            caches.append(_forward(model, start_B1, None, inputs)[1])
+    return _growth(*(_cache_layers(getattr(cache, "cross_attention_cache", None)) for cache in caches))
+
+
+def _growth(short: Sequence[Any], long: Sequence[Any]) -> CacheSize:
+    """Sizes by layer from caches of two lengths."""
     grown = [
         (_layer_bytes(after) - _layer_bytes(before)) / (_LONG - _SHORT)
         for before, after in zip(short, long, strict=True)
@@ -88,14 +110,18 @@ def measure_cache(model: Any) -> CacheSize:
 def cache_formula(config: Any, element_bytes: int) -> float | None:
     """Bytes of KV cache per token by the config: 2 · layers · KV heads · head dim · bytes of an element.
 
-    None where the config does not describe one plain cache for all layers.
+    Layers and heads are the decoder's where there is an encoder, too. None where the config does not describe one plain
+    cache for all layers.
     """
     text = config.get_text_config()
     try:
-        heads = text.num_attention_heads
+        heads = getattr(text, "decoder_attention_heads", None) or text.num_attention_heads
+        layers = (
+            getattr(text, "num_decoder_layers", None) or getattr(text, "decoder_layers", None) or text.num_hidden_layers
+        )
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        return float(2 * text.num_hidden_layers * kv_heads * head_dim * element_bytes)
+        return float(2 * layers * kv_heads * head_dim * element_bytes)
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -129,12 +155,28 @@ def _some_ids(model: Any, length: int, batch: int = 1) -> Tensor:
     return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
 
 
-def _forward(model: Any, ids_BT: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Logits of the last position (B, V) and the cache; transformers 5.24 renamed past_key_values to cache."""
+def _prompt(model: Any, ids_BT: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """What stays the same while a text goes on from these tokens, and the ids that it begins with.
+
+    An encoder-decoder has read the tokens, and begins with what its decoder starts with.
+    """
+    if not is_encoder_decoder(model):
+        return {}, ids_BT
+    start_B1 = decoder_inputs(model, ids_BT[:, :1])
+    return {"encoder_outputs": model.get_encoder()(input_ids=ids_BT)}, start_B1
+
+
+def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Logits of the last position (B, V) and the cache; transformers 5.24 renamed past_key_values to cache.
+
+    Args:
+        inputs: of :func:`_prompt`.
+    """
     parameters = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-    outputs = model(input_ids=ids_BT, use_cache=True, **{name: cache}, **last_only)
+    ids = "decoder_input_ids" if "encoder_outputs" in inputs else "input_ids"
+    outputs = model(**{ids: ids_BT, name: cache}, **inputs, use_cache=True, **last_only)
     return outputs.logits[:, -1], getattr(outputs, name)
 
 
@@ -172,11 +214,12 @@ def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple
     clock = _clock(model.device)
     with evaluating(model):
         began = next(clock)
-        logits_BV, cache = _forward(model, prompt_BT, None)
+        inputs, ids_BT = _prompt(model, prompt_BT)
+        logits_BV, cache = _forward(model, ids_BT, None, inputs)
         ids_B1 = logits_BV.argmax(-1, keepdim=True)
         first = next(clock)
         for _ in range(new_tokens):
-            logits_BV, cache = _forward(model, ids_B1, cache)
+            logits_BV, cache = _forward(model, ids_B1, cache, inputs)
             ids_B1 = logits_BV.argmax(-1, keepdim=True)
         return first - began, next(clock) - first
 

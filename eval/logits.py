@@ -1,4 +1,4 @@
-"""A causal language model's logits, a slice of positions at a time.
+"""A language model's logits, a slice of positions at a time.
 
 Letters of shapes: B windows in a batch, T tokens in a window, C hidden size, N scored tokens, V vocabulary.
 """
@@ -6,15 +6,15 @@ Letters of shapes: B windows in a batch, T tokens in a window, C hidden size, N 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.backbone import Backbone, trial_inputs
 from ..errors import DataError
-from .batches import Batch
+from .batches import AnyBatch
 
 _ROUNDING = 2**-6
 """Share of the largest logit by which two bf16 matrix products of different shape may differ."""
@@ -31,7 +31,7 @@ class Features:
     then only the float32 copy is sliced.
 
     Args:
-        model: a causal language model in eval mode.
+        model: a language model in eval mode.
         logits_bytes: float32 logits that may stand in memory at once.
     """
 
@@ -43,7 +43,7 @@ class Features:
         self._backbone = _backbone(model)
 
     def slices(
-        self, batch: Batch, vocab: int | None = None, size: int | None = None
+        self, batch: AnyBatch, vocab: int | None = None, size: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Float32 logits (N, V) and targets (N) for consecutive slices of the batch's scored tokens.
 
@@ -65,20 +65,18 @@ class Features:
         """Positions whose float32 logits fit into the memory granted."""
         return max(1, self._logits_bytes // (4 * (vocab or self._embeddings)))
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: AnyBatch) -> Tensor:
         """What the head reads at the scored positions: hidden states (N, C); logits (N, V) of a model run whole."""
-        if int(batch.ids_BT.max()) >= self._embeddings:
+        if batch.highest >= self._embeddings:
             raise DataError(
-                f"The text holds token id {int(batch.ids_BT.max())}, but the model has {self._embeddings} embeddings.",
+                f"The text holds token id {batch.highest}, but the model has {self._embeddings} embeddings.",
                 "The tokenizer does not belong to this model; use the one it was trained with.",
             )
-        inputs = {"input_ids": batch.ids_BT.to(self._device), "use_cache": False}
-        if batch.mask_BT is not None:
-            inputs["attention_mask"] = batch.mask_BT.to(self._device)
+        inputs = {name: found.to(self._device) for name, found in batch.inputs(self._model).items()}
         if self._backbone is None:
-            states: Tensor = self._model(**inputs).logits
+            states: Tensor = self._model(**inputs, use_cache=False).logits
         else:
-            states = self._backbone(**inputs).last_hidden_state
+            states = self._backbone(**inputs, use_cache=False).last_hidden_state
         return states[batch.rows_N.to(states.device), batch.columns_N.to(states.device)]
 
     def logits(self, hidden_NX: Tensor, vocab: int | None = None) -> Tensor:
@@ -92,22 +90,21 @@ def _input_embeddings(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def _backbone(model: nn.Module) -> nn.Module | None:
+def _backbone(model: nn.Module) -> Backbone | None:
     """The part below the head, or None when the model must be run whole."""
-    found = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
-    if not isinstance(found, nn.Module) or found is model:
-        return None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return None  # the shards of a model meet only inside a forward pass of the whole model
-    return found if _separable(model, found) else None
+    found = Backbone.of(model)
+    return found if found is not None and _separable(model, found) else None
 
 
-def _separable(model: nn.Module, backbone: nn.Module) -> bool:
+def _separable(model: nn.Module, backbone: Backbone) -> bool:
     """The head on slices of the backbone's hidden states gives the logits that the whole model gives."""
     ids_1T = torch.zeros(1, 3, dtype=torch.long, device=next(model.parameters()).device)
-    whole_1TV: Tensor = model(input_ids=ids_1T, use_cache=False).logits.float()
+    inputs = trial_inputs(model, ids_1T)
+    whole_1TV: Tensor = model(**inputs, use_cache=False).logits.float()
     try:
-        hidden_1TC = backbone(input_ids=ids_1T, use_cache=False).last_hidden_state
+        hidden_1TC = backbone(**inputs, use_cache=False).last_hidden_state
         slices = [_head(model, backbone, hidden_1TC[:, place : place + 1]).float() for place in range(3)]
     except (AttributeError, IndexError, KeyError, TypeError):
         return False  # the model's code asks its backbone for more than hidden states
@@ -115,25 +112,8 @@ def _separable(model: nn.Module, backbone: nn.Module) -> bool:
     return bool(apart <= _ROUNDING * whole_1TV.abs().max())
 
 
-def _head(model: nn.Module, backbone: nn.Module, hidden_1NC: Tensor) -> Tensor:
+def _head(model: nn.Module, backbone: Backbone, hidden_1NC: Tensor) -> Tensor:
     """Logits (1, N, V) of the model's own head for these hidden states."""
-    from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions  # has every field a head reads
-
-    with _backbone_returns(backbone, MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_1NC)):
-        ids_1N = torch.zeros(hidden_1NC.shape[:2], dtype=torch.long, device=hidden_1NC.device)
-        logits_1NV: Tensor = model(input_ids=ids_1N, use_cache=False).logits
+    with backbone.answering(hidden_1NC) as inputs:
+        logits_1NV: Tensor = model(**inputs, use_cache=False).logits
     return logits_1NV
-
-
-@contextmanager
-def _backbone_returns(backbone: nn.Module, outputs: Any) -> Iterator[None]:
-    """While open, the backbone computes nothing and answers with these outputs."""
-    own = backbone.__dict__.get("forward")  # accelerate puts a forward of its own there
-    backbone.forward = lambda *args, **kwargs: outputs
-    try:
-        yield
-    finally:
-        if own is None:
-            del backbone.forward
-        else:
-            backbone.forward = own

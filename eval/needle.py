@@ -22,7 +22,7 @@ from ..console import progress, warn
 from .batches import Batch
 from .logits import Features
 from .perplexity import evaluating
-from .windows import TokenDocument
+from .windows import ScoredDocument
 
 CUE, ANSWER = 16, 16
 NEEDLE = CUE + ANSWER
@@ -73,7 +73,7 @@ def default_lengths(limit: int | None) -> tuple[int, ...]:
     return tuple(sorted({length for length in (longest // 4, longest) if length >= 3 * NEEDLE}))
 
 
-def hide(documents: Sequence[TokenDocument], settings: NeedleSettings) -> list[Hidden]:
+def hide(documents: Sequence[ScoredDocument], settings: NeedleSettings) -> list[Hidden]:
     """Passages and the text around them, drawn from the scored text; lengths that it is too short for are left out."""
     stream = [token for document in documents for token in document.ids[1:]]
     bos = [documents[0].ids[0]] if documents[0].bos else []

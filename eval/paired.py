@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, split_by_document
+from .batches import AnyBatch, split_by_document
 from .logits import Features
 from .perplexity import Scores, evaluating
 from .reading import Reading
-from .windows import TokenDocument
+from .windows import ScoredDocument
 
 ByDocument = Sequence[np.ndarray[Any, Any]]
 
@@ -49,7 +49,7 @@ class PairScores:
 def score_beside(
     source: nn.Module | SourceScores,
     others: Sequence[nn.Module],
-    documents: Sequence[TokenDocument],
+    documents: Sequence[ScoredDocument],
     reading: Reading,
     *,
     vocab: int | None = None,
@@ -89,7 +89,7 @@ def _pair(source: SourceScores, scores: Scores, top_N: ByDocument, kl_N: ByDocum
     return PairScores(source.scores, scores, same, kl_N)
 
 
-def _compare_batch(models: Sequence[Features], batch: Batch, vocab: int | None, first_is_source: bool) -> Tensor:
+def _compare_batch(models: Sequence[Features], batch: AnyBatch, vocab: int | None, first_is_source: bool) -> Tensor:
     """Rows for each model in turn: nats, token ranked first, KL to the source (0 where there is none)."""
     size = models[0].slice_size(vocab)
     slices = zip(*(model.slices(batch, vocab, size) for model in models), strict=True)

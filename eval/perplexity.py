@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch, split_by_document
+from .batches import AnyBatch, split_by_document
 from .logits import Features
 from .reading import DEFAULT_BATCH, DEFAULT_WINDOW, Reading
-from .windows import TokenDocument
+from .windows import ScoredDocument
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,7 +61,7 @@ class Perplexity:
 class Scores:
     """One value per scored token: ``nll_N[d][i]`` belongs to token ``i + 1`` of document ``d``, in nats."""
 
-    documents: Sequence[TokenDocument]
+    documents: Sequence[ScoredDocument]
     nll_N: Sequence[np.ndarray[Any, np.dtype[np.float32]]]
 
     def per_document(self) -> list[Perplexity]:
@@ -81,7 +81,7 @@ class Scores:
 
 def score(
     model: nn.Module,
-    documents: Sequence[TokenDocument],
+    documents: Sequence[ScoredDocument],
     *,
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,
@@ -109,7 +109,7 @@ def score(
     with evaluating(model):
         features = Features(model)
 
-        def nats(batch: Batch) -> Tensor:
+        def nats(batch: AnyBatch) -> Tensor:
             slices = features.slices(batch, vocab)
             return torch.cat([nll_nats(logits_NV, targets_N) for logits_NV, targets_N in slices])[None]
 
@@ -119,7 +119,7 @@ def score(
 
 def quick_perplexity(
     model: nn.Module,
-    documents: Sequence[TokenDocument],
+    documents: Sequence[ScoredDocument],
     *,
     window: int = DEFAULT_WINDOW,
     stride: int | None = None,

@@ -20,7 +20,7 @@ from .drawing import (
 )
 from .perplexity import exponential
 from .tradeoff import SweepRow, tradeoff_plot
-from .wording import number
+from .wording import number, perplexity_name
 
 Result = dict[str, Any]
 _MOST_NATS = 20.0
@@ -51,7 +51,7 @@ def perplexity_plot(results: Result) -> Plot:
     axes.set_ylim(len(models) - 0.5, -0.7)
     axes.grid(axis="x", color=LINE)
     perplexity_scale(axes, "x", [bound for model in models for bound in model["perplexity"].values() if bound])
-    axes.set_xlabel("perplexity")
+    axes.set_xlabel(perplexity_name(results))
     spoken = "; ".join(f"{model['name']} {number(model['perplexity']['value'])}" for model in models)
     single = results["protocol"]["documents"] < 2
     interval = "One document: no interval is possible." if single else "Bars: 95 % interval over documents."

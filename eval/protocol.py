@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from ..checkpoint.load import load_causal_lm
+from ..checkpoint.load import load_language_model
+from ..corpus import Document
+from ..errors import UsageError
+from ..spans import MEAN_SPAN, NOISE_DENSITY
 from .footprint import DecodeSettings
 from .limits import choose_dtype, choose_window, has_learned_positions, position_limit
 from .memory import parse_bytes
 from .needle import NeedleSettings, default_lengths, fitting
 from .settings import EvalSettings
 from .subjects import Subject, shared_vocab
-from .windows import default_stride
+from .targets import Asking, target_text
+from .windows import TokenText, default_stride, tokenize_text
 
 _CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
 
@@ -28,6 +32,7 @@ class Protocol:
         limit: tokens that all the models were made for, None where nothing says so.
         vocab: ids that all distributions are over, None for all that the models have.
         memory: bytes of the device to serve from, None where nobody asked.
+        asking: what encoder-decoders are to write; None for models without an encoder.
     """
 
     device: torch.device
@@ -40,6 +45,7 @@ class Protocol:
     decode: DecodeSettings
     needle: NeedleSettings
     memory: int | None
+    asking: Asking | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -54,7 +60,14 @@ class Protocol:
             "device": self.device.type,
             "vocab": self.vocab,
             "needle": asdict(self.needle),
+            **({"asking": self.asking.describe()} if self.asking else {}),
         }
+
+    def tokenize(self, tokenizer: Any, corpus: Iterable[Document], settings: EvalSettings) -> TokenText:
+        """The tokens to score, as this tokenizer has them."""
+        if self.asking is None:
+            return tokenize_text(tokenizer, corpus, max_tokens=settings.tokens, bos=settings.bos)
+        return target_text(tokenizer, corpus, self.asking, max_tokens=settings.tokens)
 
 
 def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.device) -> Protocol:
@@ -68,6 +81,7 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
     limit = min((found for found in stated if found is not None), default=None)
     too_long = settings.window is not None and limit is not None and settings.window > limit
     window = choose_window(settings.window, limit, too_long and _has_learned_positions(subjects[0]))
+    asking = _asking(settings, subjects[0], window)
     asked = default_stride(window) if settings.stride is None else settings.stride
     lengths = settings.needle_lengths
     needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
@@ -75,18 +89,32 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
         device=device,
         dtype=choose_dtype(settings.dtype, subjects[0].config, device),
         window=window,
-        stride=min(asked, window - 1),
+        stride=min(asked, window - 1) if asking is None else window,
         batch_size=settings.batch,
         limit=limit,
         vocab=shared_vocab(subjects),
         decode=_decoding(settings, limit, device),
-        needle=fitting(needle, limit),
+        needle=fitting(needle, limit) if asking is None else NeedleSettings(0, ()),
         memory=None if settings.memory is None else parse_bytes(settings.memory),
+        asking=asking,
     )
 
 
+def _asking(settings: EvalSettings, source: Subject, window: int) -> Asking | None:
+    if source.writes:
+        column = settings.target_column is not None
+        return Asking(window, column, settings.noise_density, settings.mean_span)
+    given = (settings.target_column, settings.noise_density, settings.mean_span)
+    if given != (None, NOISE_DENSITY, MEAN_SPAN):
+        raise UsageError(
+            f"{source.name} has no encoder, so it is asked for no targets.",
+            "Leave out --target-column, --noise-density and --mean-span.",
+        )
+    return None
+
+
 def _has_learned_positions(source: Subject) -> bool:
-    skeleton = load_causal_lm(source.folder, device_map="meta", trust_remote_code=source.trust_remote_code)
+    skeleton = load_language_model(source.folder, device_map="meta", trust_remote_code=source.trust_remote_code)
     return has_learned_positions(skeleton)
 
 

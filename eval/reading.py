@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..console import human_seconds, info, progress, talk
-from .batches import Batch, collate, group_windows, offsets_of, places_of
+from .batches import AnyBatch, collate, group_windows, offsets_of, places_of
 from .kept import Kept
-from .windows import TokenDocument, Window
+from .windows import ScoredDocument, Window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,7 +44,7 @@ class Reading:
     kept: Kept | None = None
 
     def values(
-        self, name: str, rows: int, documents: Sequence[TokenDocument], compute: Callable[[Batch], Tensor]
+        self, name: str, rows: int, documents: Sequence[ScoredDocument], compute: Callable[[AnyBatch], Tensor]
     ) -> Tensor:
         """Float32 values (R, N) for all scored tokens of the documents.
 
@@ -95,7 +95,7 @@ class _Tally:
         self,
         name: str,
         rows: int,
-        documents: Sequence[TokenDocument],
+        documents: Sequence[ScoredDocument],
         groups: Sequence[Sequence[Window]],
         kept: Kept | None,
     ) -> None:

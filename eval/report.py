@@ -72,7 +72,7 @@ def print_report(results: Result) -> None:
         [row.label, *(f"{cell.main}\n{cell.detail}".strip() for cell in row.cells)] for row in rows.table_rows(results)
     ]
     made = results["protocol"]
-    windows = f"window {made['window']}, stride {made['stride']}"
+    windows = "targets" if wording.of_targets(results) else f"window {made['window']}, stride {made['stride']}"
     title = f"{made['tokens']:,} tokens of {made['corpus']}, {windows}, {made['dtype']}"
     table(title, columns, body)
     data.print(wording.verdict(results), markup=False)

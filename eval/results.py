@@ -5,11 +5,13 @@ Schema 2, the keys a reader may rely on::
     schema, kind, created, command, settings, versions
     protocol        corpus, revision, text_sha256, ids_sha256, documents, skipped, truncated, tokens, utf8_bytes,
                     window, stride, batch_size, bos, dtype, device, processes, attention, vocab, uniform_perplexity,
-                    interval, decode, needle, source_from_cache
+                    interval, decode, needle, targets (null, or what an encoder-decoder was to write),
+                    source_from_cache
     documents       name, tokens, utf8_bytes
     models[]        name, role, path, digest, model_type, parameters, weight_bytes, query_heads, kv_heads, perplexity,
-                    bits_per_byte, nll_nats (one per document), cache_bytes_per_token, cache_formula_bytes, capacity,
-                    decode[], needle[], tasks[], recovery[]
+                    bits_per_byte, nll_nats (one per document), cache_bytes_per_token, cross_cache_bytes_per_token
+                    (of an encoder-decoder, per token read; null of others), cache_formula_bytes, capacity, decode[],
+                    needle[], tasks[], recovery[]
     models[1:]      also against_source, see :mod:`headfold.eval.against`
 
 An estimate is ``{"value", "low", "high"}``; low and high are null with a single document. What was not measured is null
@@ -49,12 +51,14 @@ class Measured:
     Attributes:
         formula_bytes: KV cache per token by the config, None where it does not say.
         capacity: what fits into a given memory, see :func:`headfold.eval.memory.capacity`.
+        cross_cache: of an encoder-decoder: what a token that is read takes; ``cache`` is then of those written.
     """
 
     subject: Subject
     parameters: int
     scores: Scores
     cache: CacheSize
+    cross_cache: CacheSize | None = None
     formula_bytes: float | None = None
     capacity: dict[str, Any] | None = None
     decode: list[DecodeTimes] = field(default_factory=list)
@@ -141,6 +145,7 @@ def _model_row(measured: Measured) -> dict[str, Any]:
         "bits_per_byte": _bits_per_byte(nats, array(part.utf8_bytes for part in parts)).as_dict(),
         "nll_nats": nats.tolist(),
         "cache_bytes_per_token": measured.cache.bytes_per_token,
+        "cross_cache_bytes_per_token": None if measured.cross_cache is None else measured.cross_cache.bytes_per_token,
         "cache_formula_bytes": measured.formula_bytes,
         "capacity": measured.capacity,
         "decode": [_decode_row(times) for times in measured.decode],
@@ -153,6 +158,8 @@ def _model_row(measured: Measured) -> dict[str, Any]:
 
 def _bits_per_byte(nats: Array, utf8_bytes: Array) -> Estimate:
     # Documents of special tokens alone have no bytes; added to every document, nothing would be left to divide by.
+    if not utf8_bytes.any():
+        return Estimate(math.nan, None, None)
     if not utf8_bytes.all():
         return Estimate(float(nats.sum() / math.log(2) / max(utf8_bytes.sum(), 1)), None, None)
     return ratio_estimate(nats / math.log(2), utf8_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..console import human_bytes
+from . import wording
 from .drawing import count
 from .wording import Cell, Row, change, interval_or_dash, number, percent, signed, times, whole_percent, with_interval
 
@@ -15,8 +17,15 @@ Result = dict[str, Any]
 def table_rows(results: Result) -> list[Row]:
     """The table: measures down, models across, the source first."""
     models = results["models"]
+    writes = wording.of_targets(results)
     found = [
-        _row("Perplexity", "lower is better", models, lambda model: with_interval(model["perplexity"], number)),
+        _row(
+            "Perplexity",
+            "per target token; lower is better" if writes else "lower is better",
+            models,
+            lambda model: with_interval(model["perplexity"], number),
+        ),
+        *([_row("Target loss", "nats per target token", models, _target_loss)] if writes else []),
         _paired(
             "Perplexity change",
             "paired with source",
@@ -37,7 +46,13 @@ def table_rows(results: Result) -> list[Row]:
         *(_needle_row(models, row["length"]) for row in models[-1]["needle"]),
         *(_task_row(models, row) for row in models[-1]["tasks"]),
         _row("Heads", "query / KV", models, lambda model: Cell(_heads(model))),
-        _row("KV cache per token", f"read off the cache, {results['protocol']['dtype']}", models, _cache),
+        _row(
+            "Self-attention cache per written token" if writes else "KV cache per token",
+            f"read off the cache, {results['protocol']['dtype']}",
+            models,
+            _cache,
+        ),
+        *([_row("Cross-attention cache per read token", "read off the cache", models, _cross_cache)] if writes else []),
         *_capacity_rows(models),
         *(_speed_row(models, *point) for point in _shown_points(models)),
         _row(
@@ -116,6 +131,20 @@ def _cache(model: Result) -> Cell:
     if formula is not None and formula != measured:
         detail = f"{detail} (by formula {human_bytes(formula)})".strip()
     return Cell(human_bytes(measured), detail)
+
+
+def _cross_cache(model: Result) -> Cell:
+    pair = model.get("against_source")
+    ratio = None if pair is None else pair["cross_cache_ratio"]
+    return Cell(
+        human_bytes(model["cross_cache_bytes_per_token"]), f"{times(ratio)} smaller" if ratio not in (None, 1) else ""
+    )
+
+
+def _target_loss(model: Result) -> Cell:
+    """The logarithm of the perplexity, which is what is trained."""
+    nats = {end: None if found is None else math.log(found) for end, found in model["perplexity"].items()}
+    return with_interval(nats, number)
 
 
 def _shown_points(models: Sequence[Result]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ import torch
 from ..console import info
 from ..errors import CheckpointError
 from .against import Pair
-from .footprint import DecodeTimes, cache_formula, measure_cache, measure_decoding
+from .footprint import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
 from .harness import Answered, TaskSettings, answer_tasks
 from .kept import Kept
 from .memory import CacheSize, capacity
@@ -171,9 +171,11 @@ class Runner:
             if self.tasks is not None:
                 info(f"{subject.name} answers {', '.join(self.tasks[1][1])}")
                 answered = answer_tasks(model, subject.tokenizer(), *self.tasks)
+            cross = measure_cross_cache(model)
             return {
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "cache": asdict(measure_cache(model)),
+                "cross_cache": None if cross is None else asdict(cross),
                 "retrieved": [asdict(one) for one in found],
                 "answered": [asdict(one) for one in answered],
             }
@@ -187,12 +189,13 @@ class Runner:
                 f"{subject.name} gives logits that are not finite numbers on this text.",
                 "Try --dtype float32; if that does not help, its weights are broken.",
             )
-        cache = CacheSize(**facts["cache"])
+        cache, cross = CacheSize(**facts["cache"]), facts.get("cross_cache")
         return Measured(
             subject=subject,
             parameters=facts["parameters"],
             scores=scores,
             cache=cache,
+            cross_cache=None if cross is None else CacheSize(**cross),
             formula_bytes=cache_formula(subject.config, self.protocol.dtype.itemsize),
             capacity=self._capacity(subject, cache),
             decode=decode,
@@ -202,7 +205,7 @@ class Runner:
 
     def _capacity(self, subject: Subject, cache: CacheSize) -> dict[str, Any] | None:
         """What fits when weights and cache are of the dtype that the checkpoint is stored in."""
-        if self.protocol.memory is None:
+        if self.protocol.memory is None or subject.writes:
             return None
         shrink = subject.element_bytes / self.protocol.dtype.itemsize
         stored = CacheSize([size * shrink for size in cache.layer_bytes], cache.kv_heads, cache.windows)

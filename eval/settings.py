@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..corpus import Columns
+from ..spans import MEAN_SPAN, NOISE_DENSITY
+
 Count = Annotated[int, Field(gt=0)]
 
 
@@ -23,6 +26,12 @@ class EvalSettings(BaseModel):
     )
     stride: int | None = Field(None, gt=0, description="tokens between two windows; by default half a window")
     batch: int = Field(8, gt=0, description="windows of one forward pass")
+    source_column: str = Field("text", description="of the records of --data: the text, what a model reads")
+    target_column: str | None = Field(
+        None, description="what an encoder-decoder is to write of it; without one spans are cut out of the text"
+    )
+    noise_density: float = Field(NOISE_DENSITY, gt=0, lt=1, description="share of the tokens that are cut out of it")
+    mean_span: float = Field(MEAN_SPAN, ge=1, description="tokens of a span that is cut out, on average")
     bos: bool | None = Field(None, description="begin documents with BOS; by default as the tokenizer does")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: that of the source's weights; float32 on a CPU"
@@ -48,3 +57,8 @@ class EvalSettings(BaseModel):
     tasks: list[str] = Field([], description="tasks of lm-eval: names, or YAML files and folders of your own")
     shots: int | None = Field(None, ge=0, description="examples shown before each question; by default the task's own")
     task_limit: int | None = Field(None, gt=0, description="questions per task; by default all")
+
+    @property
+    def columns(self) -> Columns:
+        """Of the records to score."""
+        return Columns(self.source_column, self.target_column)

@@ -21,7 +21,7 @@ from ..console import info, warn
 from .batches import split_by_document
 from .paired import SourceScores
 from .perplexity import Scores
-from .windows import TokenDocument
+from .windows import ScoredDocument
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SourceCache:
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
         self._file = folder / f"source-{key}.npz"
 
-    def find(self, documents: Sequence[TokenDocument]) -> CachedSource | None:
+    def find(self, documents: Sequence[ScoredDocument]) -> CachedSource | None:
         """The entry for these documents, None where there is none that can be read."""
         if not self._file.is_file():
             return None

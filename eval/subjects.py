@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.load import load_causal_lm, load_tokenizer
+from ..checkpoint.load import is_seq2seq, load_config, load_language_model, load_tokenizer
 from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import warn
-from ..corpus import Corpus
 from ..errors import CheckpointError, DataError, UsageError
-from .windows import TokenText, tokenize_text
+from .windows import TokenText
 
 SOURCE, CONVERTED, UPTRAINED, OTHER = "source", "converted", "uptrained", "other"
 
@@ -44,6 +43,11 @@ class Subject:
         return self.checkpoint.folder
 
     @property
+    def writes(self) -> bool:
+        """An encoder-decoder, which writes a target of what it read."""
+        return is_seq2seq(self.config)
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of a stored element; that of the first tensor, as a checkpoint has one dtype."""
         return {"F64": 8, "F32": 4}.get(next(iter(self.checkpoint.tensors.values())).dtype, 2)
@@ -52,7 +56,7 @@ class Subject:
         return load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Any:
-        model = load_causal_lm(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code)
+        model = load_language_model(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code)
         return model.to(device).eval()
 
 
@@ -72,18 +76,20 @@ def open_subjects(source: str, others: Sequence[str], trust_remote_code: bool) -
         vocab = int(config.get_text_config().vocab_size)
         role = _role(checkpoint.folder) if subjects else SOURCE
         subjects.append(Subject(name, role, spec, checkpoint, config, vocab, trust_remote_code))
+        if subjects[-1].writes != subjects[0].writes:
+            raise UsageError(
+                f"One of {subjects[0].name} and {name} is an encoder-decoder and the other is not.",
+                "Compare models of one kind.",
+            )
     return subjects
 
 
 def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as problem:
-        reason = str(problem).strip().splitlines()[0]
+        return load_config(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except CheckpointError as problem:
         raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} describes no model that can be run: {reason}",
+            f"{checkpoint.folder / 'config.json'} describes no model that can be run: {problem.message}",
             "A newer transformers may know the model type; one with code of its own needs --trust-remote-code.",
         ) from problem
 
@@ -105,27 +111,28 @@ def _role(folder: Path) -> str:
     return CONVERTED if last_entry(folder, "convert") else OTHER
 
 
-def tokenize_for_all(
-    subjects: Sequence[Subject], corpus: Corpus, max_tokens: int | None, bos: bool | None = None
-) -> TokenText:
+def tokenize_for_all(subjects: Sequence[Subject], tokenize: Callable[[Any], TokenText]) -> TokenText:
     """The token ids that every subject scores.
+
+    Args:
+        tokenize: makes them with a tokenizer.
 
     Raises:
         UsageError: two tokenizers differ, so that perplexities per token would not be comparable.
         DataError: the text holds ids that one of the models does not have.
     """
     first = subjects[0].tokenizer()
-    text = tokenize_text(first, corpus, max_tokens=max_tokens, bos=bos)
+    text = tokenize(first)
     for other in subjects[1:]:
         tokenizer = other.tokenizer()
         same = _vocabulary(tokenizer) == _vocabulary(first)
-        if not same or tokenize_text(tokenizer, corpus, max_tokens=max_tokens, bos=bos).ids_sha256 != text.ids_sha256:
+        if not same or tokenize(tokenizer).ids_sha256 != text.ids_sha256:
             raise UsageError(
                 f"The tokenizers of {subjects[0].name} and {other.name} differ, "
                 "so their perplexities per token cannot be compared.",
                 "Evaluate each alone and compare their bits per byte, which do not depend on the tokenizer.",
             )
-    highest = max(max(document.ids) for document in text.documents)
+    highest = max(document.highest for document in text.documents)
     for subject in subjects:
         if highest >= subject.vocab:
             raise DataError(

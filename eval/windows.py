@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..corpus import Document
 from ..errors import DataError, UsageError
@@ -35,6 +35,43 @@ class TokenDocument:
         """Number of tokens that are scored."""
         return len(self.ids) - 1
 
+    @property
+    def highest(self) -> int:
+        """The largest token id."""
+        return max(self.ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """All token ids."""
+        return ",".join(map(str, self.ids)) + ";"
+
+    def windows(self, document: int, window: int, step: int) -> list[Window]:
+        """Of :func:`make_windows`; ``document`` is this document's index."""
+        return list(_cut(document, len(self.ids), window, step))
+
+
+class ScoredDocument(Protocol):
+    """What is looked at of a document, be it a text or the targets of an encoder-decoder; see :class:`TokenDocument`.
+
+    ``ids[place + 1]`` is the token with index ``place`` among the document's scored ones.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def utf8_bytes(self) -> int: ...
+    @property
+    def bos(self) -> bool: ...
+    @property
+    def scored(self) -> int: ...
+    @property
+    def highest(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def windows(self, document: int, window: int, step: int) -> Sequence[Window]: ...
+
 
 @dataclass(frozen=True)
 class TokenText:
@@ -48,7 +85,7 @@ class TokenText:
         text_sha256: hash over names and texts of the documents read, skipped ones included.
     """
 
-    documents: list[TokenDocument] = field(repr=False)
+    documents: Sequence[ScoredDocument] = field(repr=False)
     skipped: int
     truncated: bool
     bos: bool
@@ -63,7 +100,7 @@ class TokenText:
         """Hash over all token ids and document borders: equal for two models that score the same tokens."""
         digest = hashlib.sha256()
         for document in self.documents:
-            digest.update((",".join(map(str, document.ids)) + ";").encode())
+            digest.update(document.fingerprint.encode())
         return digest.hexdigest()
 
 
@@ -82,14 +119,16 @@ class Window:
     stop: int
     first_scored: int
 
-    def ids(self, documents: Sequence[TokenDocument]) -> list[int]:
+    def ids(self, documents: Sequence[ScoredDocument]) -> list[int]:
         """Token ids of the window; a BOS token takes the place of the first slot in documents that begin with one."""
         document = documents[self.document]
         ids = document.ids[self.start : self.stop]
         return [document.ids[0], *ids[1:]] if document.bos else ids
 
 
-def tokenize_documents(tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None) -> list[TokenDocument]:
+def tokenize_documents(
+    tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None
+) -> Sequence[ScoredDocument]:
     """:func:`tokenize_text` with the tokenizer's own BOS policy, documents only."""
     return tokenize_text(tokenizer, documents, max_tokens=max_tokens).documents
 
@@ -188,7 +227,7 @@ def default_stride(window: int) -> int:
     return max(1, window // 2)
 
 
-def make_windows(documents: Sequence[TokenDocument], window: int, stride: int | None = None) -> list[Window]:
+def make_windows(documents: Sequence[ScoredDocument], window: int, stride: int | None = None) -> list[Window]:
     """Windows that score every token but each document's first exactly once and never cross documents.
 
     Args:
@@ -204,7 +243,7 @@ def make_windows(documents: Sequence[TokenDocument], window: int, stride: int | 
     if stride is not None and stride < 1:
         raise UsageError(f"The stride is {stride}.", "Give a stride of at least 1.")
     step = min(stride or default_stride(window), window - 1)
-    return [made for index, document in enumerate(documents) for made in _cut(index, len(document.ids), window, step)]
+    return [made for index, document in enumerate(documents) for made in document.windows(index, window, step)]
 
 
 def _cut(index: int, length: int, window: int, step: int) -> Iterator[Window]:

@@ -92,17 +92,26 @@ def whole_percent(share: float | None) -> str:
     return percent(share, 0)
 
 
+def of_targets(results: Result) -> bool:
+    """The models are encoder-decoders, and what is scored are tokens that they write."""
+    return results["protocol"].get("targets") is not None
+
+
+def perplexity_name(results: Result) -> str:
+    return "perplexity per target token" if of_targets(results) else "perplexity"
+
+
 def verdict(results: Result) -> str:
     """One or two sentences about the last model named, the one that would be shipped."""
     models = results["models"]
     source, last = models[0], models[-1]
     if len(models) == 1:
         cell = with_interval(source["perplexity"], number)
-        return f"{source['name']} has a perplexity of {cell.main} {cell.detail}".rstrip() + "."
+        return f"{source['name']} has a {perplexity_name(results)} of {cell.main} {cell.detail}".rstrip() + "."
     pair = last["against_source"]
     ratio = with_interval(pair["perplexity_ratio"], change)
     sentences = [
-        f"{last['name']}: perplexity {ratio.main} {ratio.detail}".rstrip()
+        f"{last['name']}: {perplexity_name(results)} {ratio.main} {ratio.detail}".rstrip()
         + f" against the source, with {_smaller(pair['cache_ratio'])}{_faster(pair)}."
     ]
     if pair["recovered"]:
@@ -130,13 +139,14 @@ def tiles(results: Result) -> list[tuple[str, Cell]]:
     last = results["models"][-1]
     pair = last.get("against_source")
     if pair is None:
+        bits = [] if of_targets(results) else [("bits per byte", with_interval(last["bits_per_byte"], number))]
         return [
-            ("perplexity", with_interval(last["perplexity"], number)),
-            ("bits per byte", with_interval(last["bits_per_byte"], number)),
+            (perplexity_name(results), with_interval(last["perplexity"], number)),
+            *bits,
             ("KV cache per token", Cell(human_bytes(last["cache_bytes_per_token"]))),
         ]
     found = [
-        ("perplexity against the source", with_interval(pair["perplexity_ratio"], change)),
+        (f"{perplexity_name(results)} against the source", with_interval(pair["perplexity_ratio"], change)),
         (
             "smaller KV cache",
             Cell(f"{pair['cache_ratio']:.3g}×", f"{human_bytes(last['cache_bytes_per_token'])} per token"),
@@ -171,7 +181,7 @@ def protocol(results: Result) -> list[tuple[str, str]]:
     return [
         ("Text", text),
         ("Scored", amount),
-        ("Windows", f"{made['window']} tokens, stride {made['stride']}, each token scored once; {_bos(made)}"),
+        *(_targets(made["targets"]) if of_targets(results) else [("Windows", _windows(made))]),
         ("Run", _run(made)),
         ("Intervals", interval_note(results)),
         *([("Decoding", _decoding(made["decode"]))] if results["models"][-1]["decode"] else []),
@@ -184,6 +194,27 @@ def protocol(results: Result) -> list[tuple[str, str]]:
     ]
 
 
+def _windows(made: Result) -> str:
+    return f"{made['window']} tokens, stride {made['stride']}, each token scored once; {_bos(made)}"
+
+
+def _targets(asked: Result) -> list[tuple[str, str]]:
+    if asked["kind"] == "column":
+        targets = f"column {asked['target_column']}, written from column {asked['source_column']}"
+        how = f"{targets}; sides of more than {asked['longest']:,} tokens are cut there"
+    else:
+        how = (
+            f"span corruption: {percent(asked['noise_density'], 0)} of the tokens cut out in spans of "
+            f"{asked['mean_span']:g} on average, sources of at most {asked['longest']:,} tokens, seed {asked['seed']}; "
+            "the same spans for every model, sentinels and EOS scored, too"
+        )
+    return [("Targets", how), ("Left out", _LEFT_OUT)]
+
+
+_LEFT_OUT = (
+    "sliding windows, retrieval from long context, bits per byte, tasks of lm-eval and what fits into a memory: "
+    "they are for models without an encoder"
+)
 _FROM_CACHE = "its scores are those of an earlier run (--source-cache), so there is no KL and no speed against it"
 _MEMORY = "weights + batch × KV cache ≤ 90 % of the memory, both in the dtype the checkpoint is stored in"
 

@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.load import load_causal_lm, load_tokenizer
+from ..checkpoint.load import is_seq2seq, load_language_model, load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..convert.calibrated import Calibration, calibrate, convert_calibrated
 from ..convert.methods import METHODS
-from ..convert.run import plan_conversion
+from ..convert.run import plan_conversion, run_plan
 from ..convert.shapes import resolved_config
-from ..corpus import HELDOUT, open_corpus
+from ..corpus import HELDOUT, Corpus, open_corpus
 from ..errors import UnsupportedError, UsageError
 from ..eval.footprint import measure_cache
 from ..eval.intervals import ratio_estimate
 from ..eval.limits import position_limit
 from ..eval.perplexity import score
+from ..eval.targets import Asking, target_text
 from ..eval.tradeoff import PAGE_NAME, SweepRow, read_rows, write_tradeoff
-from ..eval.windows import TokenDocument, tokenize_documents
+from ..eval.windows import ScoredDocument, tokenize_documents
 
 SOURCE, REFINED = "source", "+refine"
 
@@ -76,7 +77,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
         raise UsageError(
             f"The model takes {longest} tokens, fewer than a window of {settings.window}.", f"--window {longest}"
         )
-    documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
+    documents = _documents(source, tokenizer, corpus, settings)
     details = _details(source, settings, corpus.describe())
     rows = read_rows(out, details)
     out.mkdir(parents=True, exist_ok=True)
@@ -98,11 +99,18 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     return out / PAGE_NAME
 
 
+def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
+    """Text, or for an encoder-decoder spans cut out of it."""
+    if is_seq2seq(resolved_config(source.config)):
+        return target_text(tokenizer, corpus, Asking(settings.window), max_tokens=settings.tokens).documents
+    return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
+
+
 def _convert_and_measure(
     checkpoint: str,
     method: str,
     groups: int,
-    documents: list[TokenDocument],
+    documents: Sequence[ScoredDocument],
     calibration: Calibration,
     settings: SweepSettings,
 ) -> list[SweepRow]:
@@ -114,7 +122,10 @@ def _convert_and_measure(
         began = time.perf_counter()
         try:
             plan = plan_conversion(checkpoint, groups=groups, method=name, grouping=None)
-            convert_calibrated(plan, folder, replace(calibration, refine=refine))
+            if refine or METHODS[name].rewrites_queries:
+                convert_calibrated(plan, folder, replace(calibration, refine=refine))
+            else:
+                run_plan(plan, folder)  # looks at no text
         except UnsupportedError as problem:
             warn(f"{method} with {groups} groups is left out: {problem.message}")
             return []
@@ -122,9 +133,9 @@ def _convert_and_measure(
 
 
 def _measure(
-    folder: Path, method: str, documents: list[TokenDocument], settings: SweepSettings, seconds: float
+    folder: Path, method: str, documents: Sequence[ScoredDocument], settings: SweepSettings, seconds: float
 ) -> SweepRow:
-    model = load_causal_lm(folder, dtype=torch.float32)
+    model = load_language_model(folder, dtype=torch.float32)
     parts = score(model, documents, window=settings.window).per_document()
     nats, tokens = (np.array([getattr(part, name) for part in parts], float) for name in ("nll_nats", "tokens"))
     estimate = ratio_estimate(nats, tokens).map(math.exp)

@@ -47,3 +47,43 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer():
+    """One token per word of WORDS, with eos, pad, and sentinels as T5 has them: the last id is <extra_id_0>."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    sentinels = [f"<extra_id_{number}>" for number in range(20)]
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS, *reversed(sentinels)])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session")
+def tiny_t5(tmp_path_factory, word_tokenizer) -> Path:
+    """A random two-layer T5 (hidden 32, 4 heads) in float32, without dropout."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    folder = tmp_path_factory.mktemp("tiny") / "t5"
+    word_tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(word_tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory) -> Path:
+    """60 pairs of unequal lengths as JSON lines: words, and the same words in reverse."""
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    texts = [[WORDS[(start + step) % len(WORDS)] for step in range(3 + start % 7)] for start in range(60)]
+    lines = [json.dumps({"input": " ".join(words), "answer": {"back": " ".join(words[::-1])}}) for words in texts]
+    file.write_text("\n".join(lines) + "\n")
+    return file

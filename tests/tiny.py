@@ -157,6 +157,42 @@ def new_model(model_type: str, config: Any) -> Any:
     return cls(config if isinstance(config, cls.config_class) else config.get_text_config())
 
 
+_T5 = {
+    "num_decoder_layers": LAYERS,
+    "decoder_start_token_id": 0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "d_ff": 48,
+}
+_KIN = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+}
+PAIRS: dict[str, dict[str, Any]] = {
+    "t5": _T5,
+    "mt5": _T5,
+    "bart": _KIN,
+    "mbart": {**_KIN, "scale_embedding": True, "decoder_start_token_id": 3},
+    "marian": {**_KIN, "decoder_vocab_size": 300, "scale_embedding": True},
+    "pegasus": _KIN,
+    "m2m_100": {**_KIN, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+}
+"""Encoder-decoder types that have a tiny model, and what a tiny one of them needs."""
+
+
+def tiny_pair(model_type: str, *, seed: int = 0, **over: Any) -> Any:
+    """A random encoder-decoder of that type with 4 heads in evaluation mode, its norms and biases random too."""
+    logging.set_verbosity_error()
+    config = tiny_config(model_type, 4, **{**PAIRS[model_type], **over})
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    randomise(model, seed)
+    if hasattr(model, "final_logits_bias"):
+        noise = torch.randn(model.final_logits_bias.shape, generator=torch.Generator().manual_seed(seed))
+        model.final_logits_bias.copy_(noise)
+    return model
+
+
 def repeat_kv_heads(model: Any, kv_heads: int, *, tile: bool = False) -> Any:
     """The same function with ``kv_heads`` KV heads: every head is repeated for its neighbours.
 

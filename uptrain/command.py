@@ -43,6 +43,8 @@ def uptrain(
     noise_density: Annotated[float, typer.Option(help=_help("noise_density"))] = _default("noise_density"),
     mean_span: Annotated[float, typer.Option(help=_help("mean_span"))] = _default("mean_span"),
     train: Annotated[str, typer.Option(help=f"all, attention or kv; {_help('train')}")] = _default("train"),
+    dropout: Annotated[float | None, typer.Option(help=_help("dropout"))] = None,
+    optimizer: Annotated[str, typer.Option(help=_help("optimizer"))] = _default("optimizer"),
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", help=_help("learning_rate"))] = _default(
         "learning_rate"
     ),
@@ -72,6 +74,7 @@ def uptrain(
         bool, typer.Option("--gradient-checkpointing", help=_help("gradient_checkpointing"))
     ] = False,
     compile: Annotated[bool, typer.Option("--compile", help=_help("compile"))] = False,
+    liger: Annotated[bool, typer.Option("--liger", help=_help("liger"))] = False,
     seed: Annotated[int, typer.Option(help="of the order of the text")] = _default("seed"),
     log_every: Annotated[int, typer.Option(help=_help("log_every"))] = _default("log_every"),
     save_every: Annotated[int, typer.Option(help=_help("save_every"))] = _default("save_every"),

@@ -5,19 +5,25 @@ Both are estimates for dense models, good enough to see whether a plan can work;
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.backbone import is_encoder_decoder
 from ..errors import HeadfoldError
+from ..spans import SpanCorruption
 from .headloss import chunk_size
 from .settings import UptrainSettings
 
 _FLOAT32, _BF16 = 4, 2
 _KEPT_IN_BF16 = 3  # bytes of an activation on average: what norms keep stays float32
 _COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
+_INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+_OF_THE_SOURCE = re.compile(r"\b(EncDecAttention|encoder_attn)\.(k|v)(_proj)?\.")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Shape:
         trained: those that get gradients.
         looked_up: parameters of an input embedding that nothing else uses: read, not multiplied.
         layers, hidden, inner, vocabulary: layers, C, width of the MLP, V.
+        written: of an encoder-decoder: those that are multiplied for what is written alone, head included.
+        decoder_layers: of an encoder-decoder; ``layers`` are then the encoder's.
     """
 
     parameters: int
@@ -38,6 +46,8 @@ class Shape:
     hidden: int
     inner: int
     vocabulary: int
+    written: int = 0
+    decoder_layers: int = 0
 
     @classmethod
     def of(cls, model: Any) -> Shape:
@@ -46,7 +56,7 @@ class Shape:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is not None and head.weight is embedding.weight
         hidden = embedding.weight.shape[-1]
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        inner = next((found for name in _INNER if (found := getattr(config, name, None))), 4 * hidden)
         return cls(
             sum(one.numel() for one in model.parameters()),
             sum(one.numel() for one in model.parameters() if one.requires_grad),
@@ -55,22 +65,45 @@ class Shape:
             hidden,
             max(inner) if isinstance(inner, list | tuple) else inner,
             embedding.weight.shape[0],
+            *(_decoder_side(model) if is_encoder_decoder(model) else (0, 0)),
         )
 
+    def per_token(self, targets: float) -> int:
+        """Parameters that a token of a block is multiplied with, where ``targets`` of it are written for each one."""
+        used = self.parameters - self.looked_up
+        return round(used - self.written + self.written * targets)
 
-def flops_per_token(student: Any, teacher: Any = None) -> int:
+
+def _decoder_side(model: Any) -> tuple[int, int]:
+    """(parameters of decoder and head, its layers); keys and values of what was read are made once a source token."""
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings().weight
+    own = [one for name, one in decoder.named_parameters() if not _OF_THE_SOURCE.search(name) and one is not embedding]
+    layers = next((found for name in _DECODER_LAYERS if (found := getattr(model.config, name, None))), 0)
+    return sum(one.numel() for one in own) + model.get_output_embeddings().weight.numel(), layers
+
+
+def targets_per_token(settings: UptrainSettings, model_writes: bool) -> float:
+    """Target tokens for each token of a block: of span corruption as it counts them; pairs are taken to be even."""
+    if not model_writes or settings.target_column is not None:
+        return 1.0
+    corrupt = SpanCorruption(tuple(range(settings.block)), 0, settings.noise_density, settings.mean_span)
+    return corrupt.lengths(corrupt.tokens_for(settings.block))[1] / settings.block
+
+
+def flops_per_token(student: Any, teacher: Any = None, targets: float = 1.0) -> int:
     """Floating-point operations that a token costs in training (Kaplan et al. 2020, arXiv 2001.08361, §2.1).
 
     Per weight: 2 in the forward pass, 2 for the gradient of the inputs, 2 more where the weight is trained; the
-    teacher's forward pass 2. The products of attention with itself are left out, as there.
+    teacher's forward pass 2. The products of attention with itself are left out, as there. Of an encoder-decoder, a
+    token is one of the source, and its decoder works on ``targets`` tokens for each.
     """
-    return _flops(Shape.of(student), None if teacher is None else Shape.of(teacher))
+    return _flops(Shape.of(student), None if teacher is None else Shape.of(teacher), targets)
 
 
-def _flops(student: Shape, teacher: Shape | None) -> int:
-    used = student.parameters - student.looked_up
-    own = 4 * used + 2 * min(student.trained, used)
-    return own + (0 if teacher is None else 2 * (teacher.parameters - teacher.looked_up))
+def _flops(student: Shape, teacher: Shape | None, targets: float) -> int:
+    used, seen = student.parameters - student.looked_up, student.per_token(targets)
+    own = 4 * seen + round(2 * min(student.trained, used) * seen / used)
+    return own + (0 if teacher is None else 2 * teacher.per_token(targets))
 
 
 @dataclass(frozen=True)
@@ -119,13 +152,15 @@ def plan_cost(
     share = processes if sharded else 1
     positions = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.block
     kept = (12 * student.hidden + 5 * student.inner) * positions * (_KEPT_IN_BF16 if bf16 else _FLOAT32)
-    through = student.hidden * positions * _FLOAT32 * student.layers
+    targets = targets_per_token(settings, bool(student.decoder_layers))
+    layers = student.layers + student.decoder_layers * targets
+    through = round(student.hidden * positions * _FLOAT32 * layers)
     chunk = min(positions, chunk_size(student.vocabulary, torch.device("cpu" if cpu else "cuda")))
     memory = {
         "weights": student.parameters * _FLOAT32 // share,
         "gradients": student.trained * _FLOAT32 // share,
-        "optimizer": 2 * student.trained * _FLOAT32 // share,
-        "activations": through + kept if settings.gradient_checkpointing else kept * student.layers,
+        "optimizer": _state(settings, student) * _FLOAT32 // share,
+        "activations": through + kept if settings.gradient_checkpointing else round(kept * layers),
         "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
     }
     if bf16 and not sharded:
@@ -134,7 +169,12 @@ def plan_cost(
         memory["teacher"] = teacher.parameters * teacher_bytes // share
     if teacher is not None and settings.hidden_weight:
         memory["hidden states"] = through  # the teacher's, which make room for the differences one by one
-    return Plan(_flops(student, teacher) * tokens, memory)
+    return Plan(_flops(student, teacher, targets) * tokens, memory)
+
+
+def _state(settings: UptrainSettings, student: Shape) -> int:
+    """Numbers that the optimizer keeps: two for each trained one, or for Adafactor two for each row of a matrix."""
+    return 2 * student.trained // (student.hidden if settings.optimizer == "adafactor" else 1)
 
 
 def shape_on_paper(place: str | Path, train: str = "all", *, trust_remote_code: bool = False) -> tuple[Shape, int]:

@@ -79,6 +79,18 @@ def _settle_sharding(accelerator: Accelerator) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
+class Abandoned(Exception):
+    """Work was given up because a process was asked to stop: weights, optimizer and random state are as before it."""
+
+
+def anyone(accelerator: Accelerator, asked: bool) -> bool:
+    """True on every process when it is on one; every process must call this."""
+    if accelerator.num_processes == 1:
+        return asked
+    flag = torch.tensor(float(asked), device=accelerator.device)
+    return bool(accelerator.reduce(flag, "sum") > 0)
+
+
 def has_fast_bf16(cpu: bool) -> bool:
     """bf16 pays on every accelerator that has it, and on CPUs with matrix units (AMX) for it. Of this machine."""
     if not cpu:

@@ -40,6 +40,12 @@ _IDLE = (
         "take another --schedule",
     ),
     _Idle(
+        ("beta1", "beta2"),
+        lambda one: one.optimizer == "adafactor",
+        "Adafactor keeps no mean gradient and has its own decay",
+        "take --optimizer adamw",
+    ),
+    _Idle(
         ("noise_density", "mean_span"),
         lambda one: one.target_column is not None,
         "with a target column no spans are cut out",

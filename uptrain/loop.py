@@ -12,19 +12,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..checkpoint.load import blank_language_model, load_language_model, load_tokenizer
+from ..checkpoint.backbone import is_encoder_decoder
+from ..checkpoint.load import load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..errors import Interrupted, UnsupportedError, UsageError
+from ..errors import Interrupted, UnsupportedError
 from .budget import Budget, plan_budget, refuse_other_than_one
-from .cost import flops_per_token
-from .devices import make_accelerator, peak_flops
+from .cost import flops_per_token, targets_per_token
+from .devices import Abandoned, anyone, make_accelerator, peak_flops
+from .dropout import set_dropout
 from .exercise import Exercise, choose_exercise
 from .finish import whole_weights, write_trained
 from .headloss import teach_in_chunks
 from .hidden import Taps, refuse_unlike_layers
 from .isolation import refuse_leaks
+from .liger import apply_liger, refuse_liger
 from .metrics import Clock, Metrics, say_progress
 from .mixture import Mixture, Part, describe, open_mixture
 from .optim import freeze_the_rest, make_optimizer, make_schedule
@@ -33,9 +36,10 @@ from .settings import UptrainSettings
 from .signals import StopRequest, stop_on_signal
 from .state import Progress, Saves
 from .step import SpikeGuard, Stepper, StepResult
+from .student import build_student, refuse_long_blocks, speed_up
 from .teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
 from .trackers import chosen_trackers, logs_folder
-from .watch import Watch, open_watch, recovered_share
+from .watch import Follower, Watch, open_watch
 
 
 def uptrain_checkpoint(
@@ -109,17 +113,21 @@ def open_run(
     settings = resolve_pretraining(settings, checkpoint, source)
     budget = plan_budget(settings)
     trackers = chosen_trackers(settings.tracker)
+    if settings.liger:
+        refuse_liger(str(source.config.get("model_type")), settings.device != "cpu" and torch.cuda.is_available())
     settings = resolve_teacher(settings, source)
     parts = open_mixture(settings.corpora, settings.columns)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     set_seed(settings.seed)
-    model = _build(source, from_scratch, trust_remote_code)
-    _refuse_long_blocks(settings.block, model.config)
+    model = build_student(source, from_scratch, trust_remote_code)
+    if settings.dropout is not None:
+        set_dropout(model, settings.dropout)
+    refuse_long_blocks(settings.block, model.config)
     exercise = choose_exercise(settings, tokenizer, model)
     if settings.isolate_documents:
         refuse_leaks(model)
     freeze_the_rest(model, settings.train)
-    watch = open_watch(settings, tokenizer)
+    watch = open_watch(settings, tokenizer, model)
     accelerator = make_accelerator(settings, trackers, logs_folder(out))
     identity = {"checkpoint": source.digest(), "text": describe(parts), "teacher": digest_of(settings.teacher)}
     saves = Saves(out, settings, identity)
@@ -160,14 +168,19 @@ class Run:
         """Put everything on its device, and restore the newest save if there is one."""
         settings, student = self.settings, self.model
         self.teacher = self._load_teacher(settings)
-        self._flops = flops_per_token(student, self.teacher.model if self.teacher else None)
+        targets = targets_per_token(settings, is_encoder_decoder(student))
+        self._flops = flops_per_token(student, self.teacher.model if self.teacher else None, targets)
         self._peak = peak_flops(self.accelerator.device)
-        _speed_up(student, settings)
+        speed_up(student, settings)
         taps = Taps(student) if settings.hidden_weight else None
         if taps is not None and self.teacher is not None and self.teacher.taps is not None:
             refuse_unlike_layers(taps, self.teacher.taps)
         if teach_in_chunks(student, taps).whole:
             info(f"{type(student).__name__} cannot be cut below its head: all logits of a micro-batch are in memory.")
+        if settings.liger:
+            apply_liger(student)
+        if self.accelerator.is_fsdp2:
+            _fit_sharding(student, settings)
         self.model, self._optimizer = self.accelerator.prepare(student, make_optimizer(student, settings))
         schedule = make_schedule(settings, self.budget.steps)
         self.stepper = Stepper(self.accelerator, self.model, self._optimizer, settings, schedule, self.teacher)
@@ -177,13 +190,21 @@ class Run:
         self.accelerator.wait_for_everyone()
         progress = self.saves.load_newest(self.accelerator)
         self.step = progress.step if progress else 0
-        self.stream = Mixture(
-            self._text.parts, self._text.exercise, progress.positions if progress else None
-        )
+        self._saved = self.step
+        self.stream = Mixture(self._text.parts, self._text.exercise, progress.positions if progress else None)
         self._guard = SpikeGuard(settings.spike, progress.losses if progress else ())
         self.accelerator.init_trackers("headfold", _plain(settings))
         file = self.saves.metrics if self.accelerator.is_main_process else None
         self.metrics = Metrics(file, self.step, lambda numbers, step: self.accelerator.log(numbers, step=step))
+        self.follower = Follower(
+            self._text.watch,
+            self.accelerator,
+            self.metrics,
+            source=self.teacher.model if self.teacher else converted_from(self.source),
+            start=None if self._from_scratch else self.source.folder,
+            tokens_per_step=self.budget.tokens_per_step,
+            trust_remote_code=self._trust,
+        )
         if progress:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
@@ -196,34 +217,47 @@ class Run:
         return load_teacher(settings.teacher, self.accelerator, self.model, tokenizer, self._trust, tapped)
 
     def train(self, stop: StopRequest) -> None:
-        """Step until the budget is spent."""
+        """Step until the budget is spent.
+
+        Raises:
+            Interrupted: a signal came; what was done is saved.
+        """
         self.model.train()
-        if self.step == 0:
-            self._score_the_source()
-            self._evaluate()
+        self.stepper.asked = self.follower.asked = lambda: bool(stop)
+        self._progress = Progress(self.step, self.stream.positions(), self._guard.losses)
+        try:
+            self.follower.begin(self._student(), self.step, self._due(self.settings.eval_every))
+            self._train(stop)
+        except Abandoned:
+            raise Interrupted(
+                f"Stopped by a signal at step {self.step} of {self.budget.steps}; {self._save()}.",
+                "Run the same command to go on from the newest save.",
+            ) from None
+
+    def _train(self, stop: StopRequest) -> None:
         clock = Clock(self.budget.steps - self.step)
-        guard = self._guard
         since_log: list[StepResult] = []
         while self.step < self.budget.steps:
             result = self.next_step()
-            guard.see(self.step, result.loss)
+            self._guard.see(self.step, result.loss)
+            self._progress = Progress(self.step, self.stream.positions(), self._guard.losses)
             since_log.append(result)
-            last = self.step == self.budget.steps
-            if last or self.step % self.settings.log_every == 0:
+            if self._due(self.settings.log_every):
                 self._log(clock, since_log)
                 since_log = []
-            if last or (self.settings.eval_every and self.step % self.settings.eval_every == 0):
-                self._evaluate()
-            stopping = self._anyone(bool(stop))
-            due = last or self.step % self.settings.save_every == 0
-            if (stopping or due) and guard.calm:
-                self.saves.write(self.accelerator, Progress(self.step, self.stream.positions(), guard.losses))
-            if stopping and not last:
-                saved = "saved" if guard.calm else "not saved, since the loss was spiking"
-                raise Interrupted(
-                    f"Stopped by a signal at step {self.step} of {self.budget.steps}; {saved}.",
-                    "Run the same command to go on from the newest save.",
-                )
+            if self._due(self.settings.eval_every):
+                self.follower.evaluate(self._student(), self.step)
+            if self._due(self.settings.save_every):
+                self._save()
+            if anyone(self.accelerator, bool(stop)) and self.step < self.budget.steps:
+                raise Abandoned
+
+    def _due(self, every: int) -> bool:
+        """At the last step, and every so many; 0: at the last alone."""
+        return self.step == self.budget.steps or bool(every and self.step % every == 0)
+
+    def _student(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
     def next_step(self) -> StepResult:
         """Draw a batch and learn from it."""
@@ -236,8 +270,7 @@ class Run:
     def entry(self) -> dict[str, Any]:
         """What the record says of this run."""
         train = [line for line in self.metrics.lines if line["kind"] == "train"]
-        held = [line["perplexity"] for line in self.metrics.lines if line["kind"] == "eval"]
-        watch, texts = self._text.watch, describe(self._text.parts)
+        texts = describe(self._text.parts)
         return {
             "step": "pretrain" if self._from_scratch else "uptrain",
             "source": None if self._from_scratch else str(self.source.folder.resolve()),
@@ -251,8 +284,8 @@ class Run:
             "device": str(self.accelerator.device.type),
             "mixed_precision": self.accelerator.mixed_precision,
             "final_loss_nats": train[-1]["loss"] if train else None,
-            "heldout": {**watch.description, "perplexity": held[-1]} if watch and held else None,
-            "recovered": recovered_share(self.metrics.lines),
+            "heldout": self.follower.heldout,
+            "recovered": self.follower.recovered,
         }
 
     def _log(self, clock: Clock, results: Sequence[StepResult]) -> None:
@@ -271,73 +304,34 @@ class Run:
             line["hidden"] = fmean(result.hidden for result in results)
         if self._peak is not None:
             line["mfu"] = rate * self._flops / (self._peak * self.accelerator.num_processes)
-        recovered = recovered_share(self.metrics.lines)
-        if recovered is not None:
-            line["recovered"] = recovered
+        if self.follower.recovered is not None:
+            line["recovered"] = self.follower.recovered
         self.metrics.add("train", **line)
         say_progress(line, self.budget.steps, seconds_left)
 
-    def _score_the_source(self) -> None:
-        """Held-out perplexity of the teacher, or of the source where it is at hand: what is to be won back."""
-        watch = self._text.watch
-        if watch is None:
-            return
-        if self.teacher is not None:
-            perplexity = watch.perplexity(self.teacher.model, self.accelerator)
-        else:
-            place = converted_from(self.source)
-            if place is None:
-                return
-            perplexity = watch.perplexity_of(place, self.accelerator, self._trust)
-        self.metrics.add("source", step=0, perplexity=perplexity)
-        info(f"source · held-out perplexity {perplexity:.3f}")
-
-    def _evaluate(self) -> None:
-        """Held-out perplexity; every process must call this, since they share the windows."""
-        if self._text.watch is None:
-            return
-        perplexity = self._text.watch.perplexity(self.accelerator.unwrap_model(self.model), self.accelerator)
-        self.metrics.add("eval", step=self.step, tokens=self.step * self.budget.tokens_per_step, perplexity=perplexity)
-        info(f"step {self.step}/{self.budget.steps} · held-out perplexity {perplexity:.3f}")
-
-    def _anyone(self, asked: bool) -> bool:
-        """True when any process was asked to stop, so that all stop at the same step."""
-        if self.accelerator.num_processes == 1:
-            return asked
-        flag = torch.tensor(float(asked), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
+    def _save(self) -> str:
+        """Save unless the weights are those of a spike or saved already; what was done, in words."""
+        if not self._guard.calm:
+            return "not saved, since the loss was spiking"
+        if self.step != self._saved:
+            self.saves.write(self.accelerator, self._progress)
+            self._saved = self.step
+        return "saved" if self.step else "there was nothing to save"
 
 
-def _build(source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> Any:
-    """The model with float32 master weights; updates smaller than bf16's step size would be lost otherwise."""
-    if not from_scratch:
-        return load_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    return blank_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+def _fit_sharding(model: Any, settings: UptrainSettings) -> None:
+    """Get a model ready for FSDP.
 
-
-def _refuse_long_blocks(block: int, config: Any) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and block > longest:
-        raise UsageError(
-            f"Blocks of {block} tokens are longer than the {longest} that the model can take.",
-            f"Give --block {longest}.",
+    Raises:
+        UnsupportedError: the settings were not tried with it.
+    """
+    if settings.optimizer == "adafactor":
+        raise UnsupportedError(
+            "Adafactor was not tried on weights that processes share (FSDP).", "Take --optimizer adamw, or DDP."
         )
-
-
-def _speed_up(model: Any, settings: UptrainSettings) -> None:
-    """Options that change speed and memory, not what is learnt."""
-    if settings.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise UnsupportedError(
-                f"{type(model).__name__} cannot compute its activations again.", "Leave --gradient-checkpointing out."
-            )
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    if settings.compile:
-        # layer by layer: they share one graph, and the head is called from outside
-        kinds = set(getattr(model, "_no_split_modules", None) or [])
-        for module in model.modules():
-            if type(module).__name__ in kinds:
-                module.compile()
+    if is_encoder_decoder(model):
+        # both sides then use the very same module, not only its weight, which must not be in two groups of FSDP
+        model.set_input_embeddings(model.get_input_embeddings())
 
 
 def _plain(settings: UptrainSettings) -> dict[str, Any]:

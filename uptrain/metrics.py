@@ -30,6 +30,11 @@ class Metrics:
             self.lines = [line for line in _read_whole_lines(file) if line["step"] <= step]
         file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
+    @property
+    def writes(self) -> bool:
+        """True on the process that has the lines from before a resume."""
+        return self._file is not None
+
     def add(self, kind: str, **values: Any) -> None:
         line = {"kind": kind, **values}
         self.lines.append(line)

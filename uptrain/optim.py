@@ -1,4 +1,4 @@
-"""Which weights are trained, AdamW with decay on matrices only, and the learning rate as a function of the step."""
+"""Which weights are trained, the optimizer, with decay on matrices only, and the learning rate by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import UsageError
 from .settings import UptrainSettings
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run
-_ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn)\.")
+_ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_attn|SelfAttention|EncDecAttention)\.")
 _TRAINED = {
     "all": re.compile(""),
     "attention": _ATTENTION,
@@ -40,15 +40,22 @@ def freeze_the_rest(model: nn.Module, train: str) -> None:
         )
 
 
-def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); norms and biases are not decayed."""
+def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or Adafactor (Shazeer & Stern 2018, arXiv 1804.04235).
+
+    Norms and biases are not decayed. Adafactor's learning rate is relative to the root mean square of a weight, and
+    falls with 1/√step at the latest, as T5 was trained with it.
+    """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
     ]
+    filled = [group for group in groups if group["params"]]
+    if settings.optimizer == "adafactor":
+        return torch.optim.Adafactor(filled, lr=settings.learning_rate)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        filled,
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         fused=True,

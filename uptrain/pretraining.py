@@ -38,6 +38,8 @@ _KNOWN: dict[str, tuple[float, str]] = {
     r"gemma-2b": (3e12, "Gemma team 2024, arXiv 2403.08295"),
     r"deepseek-llm-(7|67)b": (2e12, "DeepSeek-AI 2024, arXiv 2401.02954"),
     r"stablelm-3b-4e1t": (4e12, "the model card of stabilityai/stablelm-3b-4e1t"),
+    r"t5-(small|base|large|3b|11b)": (1_048_576_000_000, "Raffel et al. 2020, arXiv 1910.10683, section 3.7"),
+    r"t5-v1_1-(small|base|large|xl|xxl)": (1_048_576_000_000, "Raffel et al. 2020, arXiv 1910.10683, section 3.7"),
     r"phi-2": (1.4e12, "the model card of microsoft/phi-2"),
 }
 _SUFFIX = r"([-_](hf|base|chat|instruct|it|deduped|v\d.*|gqa.*|mqa.*|g\d+|hfmodel))*"

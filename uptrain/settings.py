@@ -49,6 +49,12 @@ class UptrainSettings(BaseModel):
     train: Literal["all", "attention", "kv"] = Field(
         "all", description="which weights are trained: all, those of attention, or those of keys and values"
     )
+    dropout: float | None = Field(
+        None, ge=0, lt=1, description="rate of every dropout while training; by default as config.json says"
+    )
+    optimizer: Literal["adamw", "adafactor"] = Field(
+        "adamw", description="adamw, or adafactor as T5 was trained with, whose state is small"
+    )
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(0.1, ge=0, le=1, description="share of the peak at the last step")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate rises")
@@ -84,6 +90,7 @@ class UptrainSettings(BaseModel):
         False, description="compute activations again in the backward pass instead of keeping them"
     )
     compile: bool = Field(False, description="torch.compile every layer; needs a compiler")
+    liger: bool = Field(False, description="liger-kernel's kernels in the layers; on GPUs with CUDA")
     seed: int = Field(0, ge=0, lt=2**32)
 
     log_every: int = Field(10, gt=0, description="steps between two lines of progress")
@@ -115,6 +122,6 @@ class UptrainSettings(BaseModel):
 FREE_ON_RESUME = frozenset(
     {
         "log_every", "save_every", "keep", "micro_batch", "device", "eval_data", "eval_every", "eval_tokens",
-        "tracker", "spike", "gradient_checkpointing", "compile",
+        "tracker", "spike", "gradient_checkpointing", "compile", "liger",
     }
 )  # fmt: skip

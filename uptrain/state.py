@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 _MARKER = "complete.json"
 _PREFIX = "step-"
+_SAVE = re.compile(_PREFIX + "([0-9]+)")  # neither one that is being written nor someone's copy of one
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,9 @@ class Saves:
 
     def complete(self) -> Iterator[Path]:
         """Complete saves, newest first; a broken one is named and passed over."""
-        numbered = sorted(self.folder.glob(f"{_PREFIX}*"), key=lambda path: path.name, reverse=True)
-        for save in numbered:
-            if save.suffix == ".tmp":
-                continue
+        named = {save: _SAVE.fullmatch(save.name) for save in self.folder.glob(f"{_PREFIX}*")}
+        numbers = {save: int(found[1]) for save, found in named.items() if found}
+        for save in sorted(numbers, key=numbers.__getitem__, reverse=True):
             if _is_complete(save):
                 yield save
             else:

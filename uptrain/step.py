@@ -5,6 +5,7 @@ Letters of shapes: B blocks, M blocks of a micro-batch, T tokens of a block.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import TrainingError
 from .batch import Batch
 from .budget import refuse_uneven
+from .devices import Abandoned, anyone
 from .headloss import Lesson
 from .losses import Objective, Sums
 from .optim import set_learning_rate
@@ -40,6 +42,10 @@ class StepResult:
     gradient_norm: float
 
 
+_PATIENCE_SECONDS = 2.0
+"""A step that will be over by then is finished when a signal comes."""
+
+
 class Stepper:
     """Turns one batch of blocks into one update of the weights.
 
@@ -47,6 +53,9 @@ class Stepper:
         model: the prepared student, taught in chunks (:func:`headfold.uptrain.headloss.teach_in_chunks`).
         learning_rate: of step 0, 1, …
         teacher: what to distil from, or None.
+
+    Attributes:
+        asked: says whether this process was asked to stop; looked at between micro-batches.
     """
 
     def __init__(
@@ -65,17 +74,25 @@ class Stepper:
             settings.distillation_weight, settings.temperature, settings.divergence, settings.hidden_weight
         )
         self.learning_rate = learning_rate
+        self.asked: Callable[[], bool] = lambda: False
+        self._look_every = 1
 
     def __call__(self, step: int, batch: Batch) -> StepResult:
         """Do step ``step`` with this process's share of its batch.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the weights are left as they were.
+            Abandoned: a process was asked to stop, and the step takes long.
         """
+        began, random_state = time.perf_counter(), _random_state()
         targets = batch.targets  # of all processes
         totals = torch.zeros(len(Sums._fields), device=self._accelerator.device)
         micro_batches = list(batch.split(self._settings.micro_batch))
         for index, micro in enumerate(micro_batches):
+            if index and index % self._look_every == 0 and self._abandons(began):
+                self._optimizer.zero_grad()
+                _set_random_state(random_state)
+                raise Abandoned
             last = index == len(micro_batches) - 1
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 sums = self._sums(micro.to(self._accelerator.device))
@@ -84,12 +101,25 @@ class Stepper:
             totals += torch.stack([one.detach() for one in sums])
         means: Tensor = self._accelerator.reduce(totals, "sum") / max(1, targets)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
-        result = StepResult(*means.tolist(), gradient_norm=float(_whole(norm)))
+        result = StepResult(*means.tolist(), float(_whole(norm)))
         self._refuse_what_is_no_number(step, result)
         set_learning_rate(self._optimizer, self.learning_rate(step))
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._look_every = self._agree_on_looks(time.perf_counter() - began, len(micro_batches))
         return result
+
+    def _abandons(self, began: float) -> bool:
+        """Collective: some process was asked to stop, and the step has lasted so long that it will not be finished."""
+        late = time.perf_counter() - began >= _PATIENCE_SECONDS
+        return anyone(self._accelerator, late and self.asked())
+
+    def _agree_on_looks(self, seconds: float, micro_batches: int) -> int:
+        """After how many micro-batches the processes ask each other again, about twice in the time of patience."""
+        if self._accelerator.num_processes == 1:
+            return 1
+        mean = self._accelerator.reduce(torch.tensor(seconds, device=self._accelerator.device), "mean")
+        return max(1, int(_PATIENCE_SECONDS / 2 * micro_batches / max(float(mean), 1e-9)))
 
     def _sums(self, micro: Batch) -> Sums:
         """Summed losses of one micro-batch, ``loss`` with its gradient."""
@@ -109,6 +139,17 @@ class Stepper:
                 "the run diverged.",
                 "The last save is intact; lower --learning-rate or raise --warmup and start again with --restart.",
             )
+
+
+def _random_state() -> list[Tensor]:
+    """What dropout draws from, on the CPU and on this process's GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+
+
+def _set_random_state(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 def _whole(norm: Any) -> Any:

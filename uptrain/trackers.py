@@ -16,6 +16,7 @@ _NEEDS = {
     "comet_ml": "comet_ml",
     "aim": "aim",
     "clearml": "clearml",
+    "dvclive": "dvclive",
     "swanlab": "swanlab",
 }
 """Name of a tracker → module that it needs."""

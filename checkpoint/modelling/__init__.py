@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, HeadfoldError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ class OwnType:
         try:
             found = importlib.import_module(f"{__name__}.{self.module}")
         except ImportError as problem:
-            raise UnsupportedError(
-                f"Checkpoints of type {self.model_type} cannot be used here: {problem}"
-            ) from problem
+            raise UnsupportedError(f"Checkpoints of type {self.model_type} cannot be used here: {problem}") from problem
         return getattr(found, self.config_class), getattr(found, self.model_class)
 
 
@@ -72,6 +70,13 @@ OWN_TYPES: dict[str, OwnType] = {
             "modeling_headfold_t5",
             "HeadfoldT5Config",
             "HeadfoldT5ForConditionalGeneration",
+            "AutoModelForSeq2SeqLM",
+        ),
+        OwnType(
+            "headfold_bart",
+            "modeling_headfold_bart",
+            "HeadfoldBartConfig",
+            "HeadfoldBartForConditionalGeneration",
             "AutoModelForSeq2SeqLM",
         ),
         OwnType(

@@ -9,7 +9,7 @@ G KV heads, m = H/G, D width of a head, C hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import transformers
@@ -20,21 +20,21 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-TESTED_VERSIONS = ("4.57", "5.24")
+TESTED = ("4.57", "5.24")
 """Releases of transformers with which this file was tested; in another one it might compute something else."""
 _VERSION = ".".join(transformers.__version__.split(".")[:2])
-if _VERSION not in TESTED_VERSIONS:
+if _VERSION not in TESTED:
     raise ImportError(
-        f"this model's code was tested with transformers {' and '.join(TESTED_VERSIONS)}, not with "
+        f"this model's code was tested with transformers {' and '.join(TESTED)}, not with "
         f"{transformers.__version__}. Install one of these, or compare its output there with that in one of these, "
-        f"and then add {_VERSION} to TESTED_VERSIONS in {__file__}."
+        f"and then add {_VERSION} to TESTED in {__file__}."
     )
 
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """How this transformers calls the cache in its outputs."""
 
 
-class HeadfoldDecoderConfig(PretrainedConfig):  # type: ignore[misc]
+class HeadfoldDecoderConfig(PretrainedConfig):
     """Settings.
 
     Args:
@@ -55,7 +55,7 @@ class HeadfoldDecoderConfig(PretrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "headfold_decoder"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class HeadfoldDecoderConfig(PretrainedConfig):  # type: ignore[misc]
         self.attention_dropout = attention_dropout
         self.use_cache = use_cache
         kwargs.pop("head_dim", None)  # written for those who size a cache; it follows from the others
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
         if hidden_size % num_attention_heads or num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{num_attention_heads} query heads must divide the hidden size ({hidden_size}) and be a multiple of "
@@ -156,7 +156,7 @@ class HeadfoldDecoderAttention(nn.Module):
         if cache is not None:
             k_BGTD, v_BGTD = cache.update(k_BGTD, v_BGTD, self.layer)
         out_BHTD = self._attend(q_BHTD, k_BGTD, v_BGTD, bias_BHTS)
-        return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTC: Tensor) -> Tensor:
         if self.clip_qkv is not None:
@@ -166,6 +166,8 @@ class HeadfoldDecoderAttention(nn.Module):
     def _attend(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bias_BHTS: Tensor | None) -> Tensor:
         batch, heads, tokens, _ = q_BHTD.shape
         groups = k_BGSD.shape[1]
+        if bias_BHTS is not None and bias_BHTS.dtype != q_BHTD.dtype:  # under autocast
+            bias_BHTS = bias_BHTS.clamp(min=torch.finfo(q_BHTD.dtype).min).to(q_BHTD.dtype)
         if tokens == 1:
             # one new token: the queries of a group become rows of it, so that no key is repeated
             q_BHTD = q_BHTD.reshape(batch, groups, heads // groups, -1)
@@ -196,10 +198,10 @@ class HeadfoldDecoderMLP(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """The same shape."""
-        return self.fc2(self.act(self.fc1(x_BTC)))  # type: ignore[no-any-return]
+        return self.fc2(self.act(self.fc1(x_BTC)))
 
 
-class HeadfoldDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+class HeadfoldDecoderLayer(GradientCheckpointingLayer):
     """Attention, then MLP, each added to the stream."""
 
     def __init__(self, config: HeadfoldDecoderConfig, layer: int) -> None:
@@ -217,22 +219,22 @@ class HeadfoldDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             h_BTC = h_BTC + self.dropout(self.self_attn(self.input_layernorm(h_BTC), bias_BHTS, cache))
             return h_BTC + self.dropout(self.mlp(self.post_attention_layernorm(h_BTC)))
         h_BTC = self.input_layernorm(h_BTC + self.dropout(self.self_attn(h_BTC, bias_BHTS, cache)))
-        return self.post_attention_layernorm(h_BTC + self.dropout(self.mlp(h_BTC)))  # type: ignore[no-any-return]
+        return self.post_attention_layernorm(h_BTC + self.dropout(self.mlp(h_BTC)))
 
 
 def _norm(config: HeadfoldDecoderConfig, width: int) -> nn.LayerNorm:
     return nn.LayerNorm(width, eps=config.layer_norm_eps, bias=config.norm_bias)
 
 
-class HeadfoldDecoderPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class HeadfoldDecoderPreTrainedModel(PreTrainedModel):
     """What the model with and without its head share."""
 
     config_class = HeadfoldDecoderConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ("HeadfoldDecoderLayer",)
-    _skip_keys_device_placement = ("cache",)
+    _no_split_modules = ["HeadfoldDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -241,7 +243,8 @@ class HeadfoldDecoderPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         Raises:
             ValueError: a weight is missing, or has another shape than the config asks for.
         """
-        model, report = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, report = found
         wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
         if wrong:
             raise ValueError(
@@ -295,15 +298,7 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         _refuse_odd_requests(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
-        cache = past_key_values if cache is None else cache
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.gradient_checkpointing and self.training:
-            use_cache = False
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        if cache is not None and getattr(cache, "is_compileable", False):
-            raise ValueError("This model takes a cache that grows (DynamicCache), none of a fixed size.")
-
+        cache = self._cache(past_key_values if cache is None else cache, use_cache)
         h_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         past = 0 if cache is None else int(cache.get_seq_length())
         if attention_mask is not None and attention_mask.shape[1:] != (past + h_BTC.shape[1],):
@@ -312,16 +307,26 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         h_BTC = self._embedded(h_BTC, places_BS[:, past:] if position_ids is None else position_ids)
         windows = {self.config.window(layer) for layer in range(len(self.layers))}
         biases = {window: self._bias(h_BTC, attention_mask, places_BS, past, window) for window in windows}
-        seen = [h_BTC]
-        for index, layer in enumerate(self.layers):
-            h_BTC = layer(h_BTC, bias_BHTS=biases[self.config.window(index)], cache=cache)
-            seen.append(h_BTC)
-        h_BTC = seen[-1] = h_BTC if self.norm is None else self.norm(h_BTC)
-        h_BTC = h_BTC if self.project_out is None else self.project_out(h_BTC)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        seen = []
+        for index, layer in enumerate(self.layers):
+            seen += [h_BTC] if asked else []
+            h_BTC = layer(h_BTC, bias_BHTS=biases[self.config.window(index)], cache=cache)
+        h_BTC = h_BTC if self.norm is None else self.norm(h_BTC)
+        seen += [h_BTC] if asked else []
+        h_BTC = h_BTC if self.project_out is None else self.project_out(h_BTC)
         return BaseModelOutputWithPast(
             last_hidden_state=h_BTC, hidden_states=tuple(seen) if asked else None, **{_CACHE: cache}
         )
+
+    def _cache(self, given: Any, wanted: bool | None) -> Any:
+        """The cache to use: that which is given, a new one where one is wanted, or None."""
+        if given is not None and getattr(given, "is_compileable", False):
+            raise ValueError("This model takes a cache that grows (DynamicCache), none of a fixed size.")
+        if self.gradient_checkpointing and self.training:
+            return None
+        wanted = self.config.use_cache if wanted is None else wanted
+        return DynamicCache(config=self.config) if wanted and given is None else given
 
     def _places(self, mask_BS: Tensor | None, length: int, device: torch.device) -> Tensor:
         """The position of every token that is seen, (B, S) or (1, S), from 0."""
@@ -337,25 +342,22 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
             h_BTC = h_BTC + self.embed_positions(places_BT)
         if self.embed_norm is not None:
             h_BTC = self.embed_norm(h_BTC)
-        return self.dropout(h_BTC)  # type: ignore[no-any-return]
+        return self.dropout(h_BTC)
 
     def _bias(
         self, h_BTC: Tensor, mask_BS: Tensor | None, places_BS: Tensor, past: int, window: int | None
     ) -> Tensor | None:
         """What is added to the scores, (B or 1, H or 1, T, S); None where it is a plain causal mask."""
         tokens, length = h_BTC.shape[1], places_BS.shape[1]
-        padded = mask_BS is not None and not bool(mask_BS.all())
-        narrow = window is not None and window < length
+        padding_BS = None if mask_BS is None or bool(mask_BS.all()) else mask_BS == 0
+        reach = length if window is None else min(window, length)
         slopes = self.config.alibi_slopes
-        if slopes is None and not padded and not narrow and (past == 0 or tokens == 1):
+        if slopes is None and padding_BS is None and reach == length and (past == 0 or tokens == 1):
             return None
         back_TS = torch.arange(past, length, device=h_BTC.device)[:, None] - torch.arange(length, device=h_BTC.device)
-        hidden_BHTS = (back_TS < 0)[None, None]
-        if narrow:
-            hidden_BHTS = hidden_BHTS | (back_TS >= window)
-        if padded:
-            assert mask_BS is not None
-            hidden_BHTS = hidden_BHTS | (mask_BS == 0)[:, None, None]
+        hidden_BHTS = ((back_TS < 0) | (back_TS >= reach))[None, None]
+        if padding_BS is not None:
+            hidden_BHTS = hidden_BHTS | padding_BS[:, None, None]
         added_BHTS = h_BTC.new_zeros(1, 1, 1, 1) if slopes is None else self._alibi(h_BTC, places_BS, past)
         # the smallest number, not minus infinity: a row that sees nothing must not become no number
         smallest = torch.finfo(h_BTC.dtype).min
@@ -373,10 +375,10 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         return (bias_BHS[:, :, None] - bias_BHS[:, :, past:, None]).to(h_BTC.dtype)
 
 
-class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin):
     """The model with its output head."""
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: HeadfoldDecoderConfig) -> None:
         super().__init__(config)

@@ -42,6 +42,7 @@ class HeadfoldT5Config(PretrainedConfig):
     Args:
         num_key_value_heads: KV heads of the decoder, in self-attention and cross-attention; None: ``num_heads``.
         encoder_num_key_value_heads: of the encoder; None: ``num_heads``.
+        dense_act_fn, is_gated_act: the feed-forward layer, which T5 tells by feed_forward_proj.
         scale_decoder_outputs: multiply what goes into the output head by d_model^-0.5, as models with a tied head do.
     """
 
@@ -70,7 +71,8 @@ class HeadfoldT5Config(PretrainedConfig):
         dropout_rate: float = 0.1,
         layer_norm_epsilon: float = 1e-6,
         initializer_factor: float = 1.0,
-        feed_forward_proj: str = "relu",
+        dense_act_fn: str = "relu",
+        is_gated_act: bool = False,
         scale_decoder_outputs: bool = True,
         use_cache: bool = True,
         is_encoder_decoder: bool = True,
@@ -92,15 +94,14 @@ class HeadfoldT5Config(PretrainedConfig):
         self.dropout_rate = dropout_rate
         self.layer_norm_epsilon = layer_norm_epsilon
         self.initializer_factor = initializer_factor
-        self.feed_forward_proj = feed_forward_proj
+        self.dense_act_fn, self.is_gated_act = dense_act_fn, is_gated_act
         self.scale_decoder_outputs = scale_decoder_outputs
         self.use_cache = use_cache
         for name, heads in (("decoder", self.num_key_value_heads), ("encoder", self.encoder_num_key_value_heads)):
             if num_heads % heads:
                 raise ValueError(f"{num_heads} query heads cannot share {heads} KV heads of the {name} evenly.")
-        super().__init__(
-            is_encoder_decoder=is_encoder_decoder, pad_token_id=pad_token_id, eos_token_id=eos_token_id, **kwargs
-        )
+        ids: dict[str, Any] = {"pad_token_id": pad_token_id, "eos_token_id": eos_token_id}
+        super().__init__(**ids, **{"is_encoder_decoder": is_encoder_decoder, **kwargs})
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Of the decoder alone, with its own number of layers: caches are made by it."""
@@ -132,10 +133,7 @@ class HeadfoldT5FeedForward(nn.Module):
 
     def __init__(self, config: HeadfoldT5Config) -> None:
         super().__init__()
-        kind, _, activation = config.feed_forward_proj.rpartition("-")
-        if kind not in ("", "gated"):
-            raise ValueError(f"feed_forward_proj is {config.feed_forward_proj}, neither ACTIVATION nor gated-ACTIVATION")
-        self.gated = kind == "gated"
+        self.gated = config.is_gated_act
         if self.gated:
             self.wi_0 = nn.Linear(config.d_model, config.d_ff, bias=False)
             self.wi_1 = nn.Linear(config.d_model, config.d_ff, bias=False)
@@ -143,7 +141,7 @@ class HeadfoldT5FeedForward(nn.Module):
             self.wi = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
         self.dropout = nn.Dropout(config.dropout_rate)
-        self.act = ACT2FN["gelu_new" if config.feed_forward_proj == "gated-gelu" else activation]
+        self.act = ACT2FN[config.dense_act_fn]
 
     def forward(self, states: Tensor) -> Tensor:
         inner = self.act(self.wi_0(states)) * self.wi_1(states) if self.gated else self.act(self.wi(states))
@@ -340,7 +338,8 @@ class HeadfoldT5PreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: there is one.
         """
-        model, report = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        found: Any = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        model, report = found
         wrong = sorted({*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"])})
         if wrong:
             raise ValueError(f"the checkpoint lacks {', '.join(wrong[:4])}, or has other shapes ({len(wrong)} weights)")
@@ -407,7 +406,9 @@ class HeadfoldT5Stack(HeadfoldT5PreTrainedModel):
         memory_bias = None
         if encoder_hidden_states is not None and encoder_attention_mask is not None:
             memory_bias = forbidding(encoder_attention_mask[:, None, None], states.dtype)
-        kept, owns, acrosses, bias = [states], [], [], None
+        kept, bias = [states], None
+        owns: list[Any] = []
+        acrosses: list[Any] = []
         for block in self.block:
             arguments = (states, attention_mask, bias, encoder_hidden_states, memory_bias, cache, weights or eager)
             if self.gradient_checkpointing and self.training:

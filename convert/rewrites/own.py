@@ -12,7 +12,7 @@ from .targets import Target, norm_tensors
 
 _TYPE = OWN_TYPES["headfold_decoder"]
 _VERSIONS = "4.57 and 5.24"
-"""TESTED_VERSIONS of its file, which only these can import."""
+"""TESTED of its file, which only these can import."""
 
 
 def _config(settings: Settings, tied: bool) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Lazy]]:
             ("mlp.fc2", layer.down, "mlp"),
         ):
             yield from _linear(f"{at}.{name}", linear, biased=settings.biases.get(kind, True))
-    for name, norm in (("embed_norm", decoder.embedding_norm), ("norm", decoder.final_norm)):
-        if norm is not None:
+    for name, around in (("embed_norm", decoder.embedding_norm), ("norm", decoder.final_norm)):
+        if around is not None:
             near = decoder.layers[0].q.weight
-            yield from norm_tensors(f"model.{name}", norm, near, biased=settings.biases.get("norm", True))
+            yield from norm_tensors(f"model.{name}", around, near, biased=settings.biases.get("norm", True))
     if decoder.head is not None:
         yield "lm_head.weight", decoder.head.weight
 

@@ -124,9 +124,11 @@ def test_folded_is_refined_unless_told_otherwise(method, changes, steps, plan, t
 
 
 def test_what_cannot_be_refined_is_so_only_where_nobody_asked(plan, text_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("headfold.convert.calibrated.refine_folder", _refuse)
+    monkeypatch.setattr("headfold.convert.calibrated.require_refinable", _refuse)
     out = convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=None))
-    assert "The result is not refined: This class is odd." in capfd.readouterr().err.replace("\n", " ")
+    told = capfd.readouterr().err.replace("\n", " ")
+    assert "The result will not be refined: This class is odd." in told
+    assert told.index("will not be refined") < told.index("Calibrating on")
     unrefined = convert_calibrated(plan(), tmp_path / "plain", text(text_file))
     assert (out / "model.safetensors").read_bytes() == (unrefined / "model.safetensors").read_bytes()
     with pytest.raises(UnsupportedError, match="odd"):

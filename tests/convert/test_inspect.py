@@ -51,7 +51,7 @@ def test_one_kv_head_is_counted_too(config):
 
 def test_a_type_without_the_setting_is_refused(config):
     with pytest.raises(UnsupportedError):
-        inspect_checkpoint(config(model_type="bloom", architectures=["BloomForCausalLM"]))
+        inspect_checkpoint(config(model_type="xglm", architectures=["XGLMForCausalLM"]))
 
 
 def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):

@@ -125,6 +125,15 @@ def test_a_fit_that_does_not_help_is_undone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_nothing_is_run_after_the_last_layer_that_is_fitted() -> None:
+    source = _llama(4)
+    model, calls = _converted(source), [0, 0]
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    _refine(source, model, _text(1), RefineSettings(steps=2, batch_tokens=64))
+    assert calls == [1 + 10, 1]  # one look at the model, then ten batches of text past the first layer
+
+
 def test_half_precision_models_keep_their_dtype() -> None:
     source = _llama(4, torch.bfloat16)
     model = _converted(source)

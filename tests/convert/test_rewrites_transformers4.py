@@ -11,24 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm
+from headfold.checkpoint.load import load_causal_lm, load_seq2seq_lm
 from headfold.convert.run import convert_checkpoint
-from tiny import logits_of, tiny_model
+from tiny import logits_of, tiny_model, tiny_pair
 
 OLD = ["transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface-hub>=0.34,<1.0"]
 """The last release of version 4, and the two packages that it wants older than version 5 does."""
 _LOGITS = """
+import json
 import sys
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 assert transformers.__version__.startswith("4.57"), transformers.__version__
-ids = torch.load(sys.argv[1])
+ids, mask = torch.load(sys.argv[1])
 for folder in sys.argv[2:]:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    own = "auto_map" in json.load(open(folder + "/config.json"))
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, trust_remote_code=own)
     assert not any(report.values()), report
     with torch.no_grad():
-        torch.save(model.eval()(input_ids=ids, use_cache=False).logits, folder + "/logits.pt")
+        logits = model.eval()(input_ids=ids, use_cache=False).logits
+        how = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=250, eos_token_id=None)
+        written = [model.generate(ids, use_cache=cached, **how) for cached in (True, False)] if own else []
+    torch.save((logits, written), folder + "/found.pt")
 """
 ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
 ROUTES: list[tuple[str, int, dict[str, Any]]] = [
@@ -40,7 +45,14 @@ ROUTES: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt2", 1, {}),
     ("opt", 1, {"word_embed_proj_dim": 64}),
     ("falcon", 1, {"new_decoder_architecture": False, "multi_query": False, "alibi": True, "parallel_attn": False}),
+    ("gpt2", 2, {}),
+    ("opt", 2, {"word_embed_proj_dim": 64}),
+    ("opt", 2, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("gpt_neo", 2, {"attention_types": [[["global", "local"], 1]], "window_size": 4}),
+    ("bloom", 2, {}),
+    ("mpt", 2, {}),
 ]
+PAIRED = ("t5", "bart", "mbart", "marian", "m2m_100")
 
 
 @pytest.fixture(scope="session")
@@ -62,13 +74,21 @@ def _pip(action: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-def _old_logits(old: Path, folders: list[Path], ids: torch.Tensor, scratch: Path) -> list[torch.Tensor]:
-    torch.save(ids, scratch / "ids.pt")
-    environment = {**os.environ, "PYTHONPATH": str(old), "HF_HUB_OFFLINE": "1"}
+def _old_answers(
+    old: Path, folders: list[Path], ids: torch.Tensor, mask: torch.Tensor, scratch: Path
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Of each folder the logits and, where its class is our own, what it writes with and without a cache."""
+    torch.save((ids, mask), scratch / "ids.pt")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(old),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(scratch / "modules"),
+    }
     command = [sys.executable, "-c", _LOGITS, str(scratch / "ids.pt"), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    return [torch.load(folder / "logits.pt") for folder in folders]
+    return [torch.load(folder / "found.pt") for folder in folders]
 
 
 @pytest.mark.slow
@@ -84,9 +104,71 @@ def test_transformers_4_reads_the_same_model(old_transformers: Path, tmp_path: P
     assert "rope_theta" not in json.loads((control / "config.json").read_text())
 
     ids = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(1))
-    *found, wrong = _old_logits(old_transformers, [*folders, control], ids, tmp_path)
-    for (model_type, _, _), folder, logits in zip(ROUTES, folders, found, strict=True):
-        expected = logits_of(load_causal_lm(folder).eval())
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    *found, (wrong, _) = _old_answers(old_transformers, [*folders, control], ids, mask, tmp_path)
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 250, "eos_token_id": None}
+    for (model_type, _, _), folder, (logits, written) in zip(ROUTES, folders, found, strict=True):
+        model = load_causal_lm(folder).eval()
+        expected = logits_of(model)
         assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5, model_type
+        assert all(torch.equal(text, model.generate(ids, **how)) for text in written), model_type
+    assert sum(len(written) for _, written in found) == 12  # six of them are of our own type
     expected = logits_of(load_causal_lm(control).eval())
     assert ((wrong - expected).abs().max() / expected.abs().max()).item() > 1e-2
+
+
+_TRANSLATED = """
+import sys
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM
+assert transformers.__version__.startswith("4.57"), transformers.__version__
+given = torch.load(sys.argv[1])
+for folder in sys.argv[2:]:
+    try:
+        AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as problem:
+        assert "trust_remote_code" in str(problem)
+    else:
+        raise AssertionError("its code ran without being trusted")
+    model, report = AutoModelForSeq2SeqLM.from_pretrained(folder, output_loading_info=True, trust_remote_code=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"], report
+    read = {name: given[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        logits = model.eval()(**given, use_cache=False).logits
+        written = [model.generate(**read, max_new_tokens=6, min_new_tokens=6, use_cache=kept) for kept in (True, False)]
+        cache = model(**given, use_cache=True).past_key_values
+    halves = (cache.self_attention_cache, cache.cross_attention_cache)
+    heads = {layer.keys.shape[1] for half in halves for layer in half.layers}
+    model.save_pretrained(folder + "-again")
+    again = AutoModelForSeq2SeqLM.from_pretrained(folder + "-again", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(**given, use_cache=False).logits, logits)
+    torch.save((logits, written, heads), folder + "/found.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_transformers_4_runs_the_code_of_encoder_decoders(old_transformers: Path, tmp_path: Path) -> None:
+    folders = []
+    for model_type in PAIRED:
+        tiny_pair(model_type).save_pretrained(tmp_path / model_type)
+        folders.append(convert_checkpoint(tmp_path / model_type, tmp_path / f"out-{model_type}", groups=2))
+    ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[1, 7:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, 2:]}
+    torch.save(given, tmp_path / "given.pt")
+    environment = {**os.environ, "PYTHONPATH": str(old_transformers), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", _TRANSLATED, str(tmp_path / "given.pt"), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    for folder in folders:
+        logits, (cached, uncached), heads = torch.load(folder / "found.pt")
+        with torch.no_grad():
+            expected = load_seq2seq_lm(folder).eval()(**given, use_cache=False).logits
+        assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5, folder.name
+        assert torch.equal(cached, uncached), folder.name
+        assert heads == {2}

@@ -26,7 +26,7 @@ def run(*arguments: str) -> int:
 
 
 def test_real_models_are_shipped():
-    assert {"llama-2-7b", "olmo-1b", "smollm2-1.7b", "pythia-1.4b"} <= set(SHIPPED)
+    assert {"llama-2-7b", "olmo-1b", "smollm2-1.7b", "pythia-1.4b", "t5-v1.1-large", "t5-v1.1-xxl"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -40,7 +40,7 @@ def test_every_recipe_can_be_looked_at_without_weights(name, capsys):
     assert f"{-(-round(budget) // per_step) * per_step:,}" in shown
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "olmo-1b", "pythia-1.4b"])
+@pytest.mark.parametrize("name", ["llama-2-7b", "olmo-1b", "pythia-1.4b", "t5-v1.1-large", "t5-v1.1-xxl"])
 def test_pretraining_tokens_of_recipes_are_those_of_the_table(name):
     from headfold.uptrain.pretraining import known_pretraining
 

@@ -165,3 +165,38 @@ def test_a_run_closes_the_distance_whatever_the_micro_batch(
 def test_without_a_teacher_there_is_nothing_to_compare_with(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="--hidden-weight would change nothing: there is no teacher"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(hidden_weight=1.0))
+
+
+def test_an_encoder_decoder_is_compared_where_it_writes():
+    """Padded targets do not count, and the encoder's layers neither."""
+    import random
+
+    from headfold.pairs import Pair, padded
+
+    draw = random.Random(0)
+    pairs = [Pair(*([draw.randrange(5, 290) for _ in range(size)] for size in sizes)) for sizes in ((9, 4), (5, 7))]
+    ids_BS, mask_BS, labels_BT = padded(pairs, 1)
+    models = [tiny_model("t5", seed=seed) for seed in (0, 1)]
+    inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "decoder_input_ids": labels_BT.clamp_min(1)}
+    keep_BT, taps = labels_BT >= 0, [Taps(model) for model in models]
+    with torch.no_grad():
+        found = []
+        for model, tap in zip(models, taps, strict=True):
+            with tap.watching() as layers:
+                model(use_cache=False, **inputs)
+            found.append(layers)
+    expected = 0.0
+    for mine, theirs in zip(*found, strict=True):
+        for row, column in keep_BT.nonzero().tolist():
+            s, t = mine[row, column].double(), theirs[row, column].double()
+            expected += float(((s - t) ** 2).mean() / (t**2).mean()) / len(found[0])
+    assert len(found[0]) == models[0].config.num_decoder_layers
+    teach_in_chunks(models[0], taps[0])
+    split = Split(models[1])
+    with torch.no_grad(), taps[1].watching() as layers:
+        states_NX = split.features(use_cache=False, **inputs)[keep_BT]
+    lesson = Lesson(Objective(hidden_weight=1.0), keep_BT, labels_BT[keep_BT], states_NX, split, layers)
+    sums = models[0](lesson=lesson, use_cache=False, **inputs)
+    assert float(sums.hidden.detach()) == pytest.approx(expected, rel=1e-5)
+    sums.loss.backward()
+    assert models[0].encoder.block[0].layer[0].SelfAttention.k.weight.grad is not None

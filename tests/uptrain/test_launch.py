@@ -1,4 +1,4 @@
-"""Launch configs, the launcher's command line, and looking ahead."""
+"""Launch configs, the launcher's command line, and the options of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from headfold import recipes
 from headfold.errors import HeadfoldError, UsageError
 from headfold.uptrain import launch as launching
 from headfold.uptrain.command import _settings
-from headfold.uptrain.cost import Shape, plan_cost, shape_on_paper
-from headfold.uptrain.dryrun import look_ahead, measure
 from headfold.uptrain.launch import Layout, as_options, find_launch, read_layout, without_launch
 from headfold.uptrain.settings import UptrainSettings
 
@@ -58,6 +56,12 @@ def test_the_slurm_script_is_a_script():
         ("num_processes: 1\ndistributed_type: some", "distributed_type is 'some'"),
         ("num_processes: 2\ndistributed_type: FSDP\nfsdp_config: text", "fsdp_config is 'text'"),
         ("num_processes: 2\ndistributed_type: FSDP", "first"),
+        ("num_processes: 2\ndistributed_type: 'NO'", "asks for 2 processes, and distributed_type 'NO' starts one"),
+        (
+            "num_processes: 2\ndistributed_type: DEEPSPEED",
+            "is 'DEEPSPEED', and headfold runs with NO,",
+        ),
+        ("num_processes: 2\ndistributed_type: MULTI_GPU\nmixed_precision: fp16", "fp16, in which headfold does not"),
     ],
 )
 def test_what_is_no_launch_config_is_refused(content, says, tmp_path):
@@ -96,7 +100,20 @@ def test_a_bad_launch_config_is_refused_before_anything_starts(tmp_path, monkeyp
         (["--dry-run", "--device-memory", "nan"], "--device-memory nan"),
         (["--dry-run", "--device-memory", "inf"], "--device-memory inf"),
         (["--dry-run", "--device-memory", "0"], "--device-memory 0"),
+        (["--device-memory", "80"], "--device-memory goes with --dry-run"),
+        (["--measure"], "--measure goes with --dry-run"),
         (["--teacher", "x", "--no-teacher"], "contradict"),
+        (["--no-teacher", "--temperature", "1"], "--temperature would change nothing: there is no teacher"),
+        (
+            ["--no-teacher", "--divergence", "reverse", "--distillation-weight", "0.5"],
+            "-weight and --divergence would",
+        ),
+        (["--no-teacher", "--hidden-weight", "1"], "--hidden-weight would change nothing"),
+        (["--eval-every", "5"], "--eval-every would change nothing: no held-out text"),
+        (["--eval-tokens", "500"], "--eval-tokens would change nothing"),
+        (["--tokens", "5", "--pretraining-tokens", "1e6"], "--pretraining-tokens would change nothing"),
+        (["--schedule", "constant", "--final-learning-rate", "0"], "--final-learning-rate would change nothing"),
+        (["--target-column", "y", "--mean-span", "4"], "--mean-span would change nothing"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, says):
@@ -104,6 +121,37 @@ def test_options_that_mean_nothing_are_refused(options, says):
 
     with pytest.raises(UsageError, match=says):
         called(uptrain_command, "checkpoint", "-o", "out", "--data", "x", *options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--teacher", "x", "--temperature", "2", "--hidden-weight", "1"],
+        ["--eval-data", "y", "--eval-every", "5", "--eval-tokens", "500"],
+        ["--fraction", "0.05", "--pretraining-tokens", "1e6"],
+        ["--schedule", "linear", "--final-learning-rate", "0"],
+    ],
+)
+def test_the_same_options_are_taken_where_they_mean_something(options, monkeypatch):
+    from headfold.uptrain import command
+
+    looked = []
+    monkeypatch.setattr(command, "_look_ahead", lambda *given: looked.append(given))
+    budget = [] if "--fraction" in options else ["--steps", "1"]
+    called(command.uptrain, "checkpoint", "-o", "out", "--data", "x", "--dry-run", *budget, *options)
+    assert len(looked) == 1
+
+
+def test_a_recipe_says_nothing_in_vain(tmp_path):
+    from headfold.recipes.schema import load_recipe
+
+    file = tmp_path / "recipe.yaml"
+    text = "checkpoint: x\nconvert: {groups: 1}\nuptrain: {steps: 1, eval_every: 5}\n"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="--eval-every would change nothing"):
+        load_recipe(file)
+    file.write_text(text.replace("}\n", ", eval_data: y}\n").replace("{groups: 1, eval_data: y}", "{groups: 1}"))
+    assert load_recipe(file).uptrain.eval_every == 5
 
 
 def called(command, *arguments: str) -> None:
@@ -159,17 +207,25 @@ def test_the_processes_get_the_command_line_without_the_launch():
 
 def test_settings_become_options_and_options_settings():
     """Every field off its default, through the command line and back."""
-    settings = UptrainSettings(
-        data=("a.jsonl=3", "b.jsonl"), tokens=10**12, block=7, batch=3, micro_batch=1, isolate_documents=True,
-        train="kv", learning_rate=1e-5, final_learning_rate=0, warmup=0.5, schedule="linear", weight_decay=0, beta1=0.8,
-        beta2=0.9, clip=2, spike=0, teacher=None, distillation_weight=0.5, temperature=2, divergence="reverse",
-        precision="bf16", device="cpu", gradient_checkpointing=True, compile=True, seed=5, log_every=1, save_every=1,
-        keep=1, eval_data="x", eval_every=1, eval_tokens=1, tracker=("none",),
+    common = {
+        "data": ("a.jsonl=3", "b.jsonl"), "tokens": 10**12, "block": 7, "batch": 3, "micro_batch": 1,
+        "isolate_documents": True, "train": "kv", "learning_rate": 1e-5, "final_learning_rate": 0, "warmup": 0.5,
+        "schedule": "linear", "weight_decay": 0, "beta1": 0.8, "beta2": 0.9, "clip": 2, "spike": 0, "precision": "bf16",
+        "device": "cpu", "gradient_checkpointing": True, "compile": True, "liger": True, "seed": 5, "log_every": 1,
+        "save_every": 1, "keep": 1, "eval_data": "x", "eval_every": 1, "eval_tokens": 1, "tracker": ("none",),
+    }  # fmt: skip
+    # no command line can have them all: some mean nothing beside others
+    taught = UptrainSettings(
+        **common, teacher="y", distillation_weight=0.5, temperature=2, divergence="reverse", hidden_weight=1,
+        noise_density=0.3, mean_span=2,
     )  # fmt: skip
-    at_default = {"fraction", "pretraining_tokens", "steps"}  # one budget is all that there can be
+    alone = UptrainSettings(**common, teacher=None, source_column="a.b", target_column="c")
     for name, field in UptrainSettings.model_fields.items():
-        assert name in at_default or getattr(settings, name) != field.default, name
-    assert parsed(as_options(settings)) == settings
+        at_default = {"fraction", "pretraining_tokens", "steps"}  # one budget is all that there can be
+        differing = [one for one in (taught, alone) if getattr(one, name) != field.default]
+        assert differing or name in at_default, name
+    for settings in (taught, alone):
+        assert parsed(as_options(settings)) == settings
     assert parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"))).teacher == "x"
 
 
@@ -220,13 +276,42 @@ def fake_launcher(tmp_path, monkeypatch):
 
 
 def test_the_launcher_gets_the_config_and_the_command(fake_launcher):
-    folder = fake_launcher(0, 0)
-    launching.launch(Path("some.yaml"), ["uptrain", "x"])
-    assert (folder / "arguments").read_text() == "--config_file some.yaml -m headfold uptrain x"
+    folder, file = fake_launcher(0, 0), find_launch("fsdp2-8")
+    launching.launch(file, ["uptrain", "x"])
+    assert (folder / "arguments").read_text() == f"--config_file {file} -m headfold uptrain x"
     fake_launcher(0, 3)
     with pytest.raises(SystemExit) as ended:
-        launching.launch(Path("some.yaml"), [])
+        launching.launch(file, [])
     assert ended.value.code == 3
+
+
+CPUS = "distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\nuse_cpu: true\n"
+
+
+def test_a_launch_on_two_cpus_starts_two_processes_on_cpus(tmp_path, monkeypatch):
+    """accelerate's own launcher, which starts one and says nothing, and a child in the place of headfold."""
+    (tmp_path / "headfold.py").write_text(
+        "import os, pathlib\n"
+        "names = ('RANK', 'WORLD_SIZE', 'ACCELERATE_USE_CPU')\n"
+        "pathlib.Path('rank-' + os.environ['RANK']).write_text(' '.join(os.environ[name] for name in names))\n"
+    )
+    file = tmp_path / "cpus.yaml"
+    file.write_text(CPUS + "main_process_port: 0\n")
+    assert read_layout(file) == Layout(2, False, cpu=True)
+    monkeypatch.chdir(tmp_path)  # `python -m` looks here first
+    launching.launch(file, [])
+    told = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)]
+    assert told == ["0 2 true", "1 2 true"]
+
+
+def test_what_mpirun_starts_is_left_to_it(tmp_path, fake_launcher):
+    folder, file = fake_launcher(0, 0), tmp_path / "mpi.yaml"
+    file.write_text(CPUS + "mpirun_config:\n  mpirun_hostfile: hosts\n")
+    launching.launch(file, [])
+    assert "--multi_gpu" not in (folder / "arguments").read_text()
+    file.write_text(CPUS)
+    launching.launch(file, [])
+    assert "--multi_gpu" in (folder / "arguments").read_text()
 
 
 def test_gq086_a_signal_goes_on_to_the_processes_and_has_its_own_exit_code(fake_launcher):
@@ -241,7 +326,7 @@ def test_gq086_a_signal_goes_on_to_the_processes_and_has_its_own_exit_code(fake_
 
     threading.Thread(target=stop_when_ready).start()
     with pytest.raises(HeadfoldError) as stopped:
-        launching.launch(Path("some.yaml"), [])
+        launching.launch(find_launch("ddp-8"), [])
     assert stopped.value.exit_code == 75
     assert (folder / "saved").exists()
 
@@ -277,69 +362,3 @@ def test_gq086_the_launcher_of_one_process_leaves_no_orphan(number, tmp_path, mo
     assert (tmp_path / "saved").exists()
     child = int((tmp_path / "ready").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_operations_and_memory_of_a_known_model():
-    """Llama-2-7B: 6.74 G parameters, 16 bytes each for weights, gradient and moments."""
-    llama = Shape(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
-    settings = UptrainSettings(block=4096, micro_batch=1, precision="bf16", gradient_checkpointing=True)
-    alone = plan_cost(settings, 10**9, llama, llama)
-    multiplied = 6_738_415_616 - 131_072_000
-    assert alone.flops == 8 * multiplied * 10**9
-    held = sum(alone.memory[name] for name in ("weights", "gradients", "optimizer"))
-    assert held == 16 * 6_738_415_616
-    assert alone.memory["teacher"] == 2 * 6_738_415_616
-    shared = plan_cost(settings, 10**9, llama, llama, processes=8, sharded=True)
-    assert shared.memory["weights"] == alone.memory["weights"] // 8
-    assert shared.memory["activations"] == alone.memory["activations"]
-    kept = plan_cost(settings.model_copy(update={"gradient_checkpointing": False}), 10**9, llama)
-    assert kept.memory["activations"] > 10 * alone.memory["activations"] / 4
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_activations_are_what_autograd_keeps(model_type):
-    """Within a factor of two for layers of a usual shape."""
-    import torch
-    from tiny import tiny_model
-
-    model = tiny_model(model_type, heads=8, intermediate_size=352)
-    model.train()
-    kept: dict[int, int] = {}
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-
-    def keep(tensor):
-        place = tensor.untyped_storage().data_ptr()
-        if place not in weights:
-            kept[place] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        states = model.model(input_ids=torch.ones(4, 64, dtype=torch.long), use_cache=False).last_hidden_state
-        found = sum(kept.values())
-        del states
-    settings = UptrainSettings(block=64, micro_batch=4, precision="fp32")
-    estimate = plan_cost(settings, 1, Shape.of(model)).memory["activations"]
-    assert found / 2 < estimate < found * 2
-
-
-def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
-    rows = dict(look_ahead(tiny_checkpoint, settings(), Layout()))
-    assert rows["tokens"] == "768"
-    assert rows["teacher"] == "none"
-    assert int(rows["parameters"].replace(",", "")) == shape_on_paper(tiny_checkpoint)[0].parameters
-    with pytest.raises(HeadfoldError, match=r"needs about .* GiB on each device, and a device has 0\.0 GiB"):
-        look_ahead(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
-
-
-def test_without_a_config_the_budget_is_still_told(settings, capfd):
-    rows = dict(look_ahead("./nowhere", settings(steps=None, fraction=0.5, pretraining_tokens=1000), Layout(8, True)))
-    assert rows == {"tokens": "512", "steps": "8", "tokens per step": "64", "processes": "8, weights shared (FSDP2)"}
-    assert "no config.json" in capfd.readouterr().err
-
-
-def test_ten_steps_are_measured_and_nothing_is_left(tiny_checkpoint, settings, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = dict(measure(tiny_checkpoint, settings(steps=1000), Layout(8, False)))
-    assert float(rows["seconds per step, measured here"]) >= 0
-    assert {"the whole run here", "on 8 such devices, at best"} < set(rows)
-    assert list(tmp_path.iterdir()) == []

@@ -39,12 +39,21 @@ def curve(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_checkpoint, text_file, tmp_path_factory) -> Path:
+def few_t5(tiny_t5, tmp_path_factory) -> Path:
+    """The T5 with two KV heads, of the type of our own."""
+    from headfold import convert_checkpoint
+
+    return convert_checkpoint(tiny_t5, tmp_path_factory.mktemp("few") / "t5", groups=2)
+
+
+@pytest.fixture(scope="module")
+def two(tiny_checkpoint, text_file, tiny_t5, few_t5, pairs_file, tmp_path_factory) -> Path:
     """The folder with the results of two_processes.py."""
     folder = tmp_path_factory.mktemp("two")
     script = str(Path(__file__).with_name("two_processes.py"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launch(2), script, str(tiny_checkpoint), str(text_file), str(folder)]
+    arguments = [tiny_checkpoint, text_file, folder, tiny_t5, few_t5, pairs_file]
+    command = [*launch(2), script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -91,24 +100,41 @@ def test_gq066_ranks_with_unequal_numbers_of_targets_follow_one_process(two, one
     assert curve(two / "ddp-apart") != pytest.approx(curve(one()), rel=1e-3)
 
 
-def test_a_teacher_that_is_sharded_teaches_the_same(two, one, tiny_checkpoint):
-    reference = one(steps=6, teacher=str(tiny_checkpoint), distillation_weight=0.5)
-    assert curve(two / "fsdp-taught") == pytest.approx(curve(reference), rel=TOLERANCE)
-    divergences = [
-        [line["divergence"] for line in metrics(folder, "train")] for folder in (two / "fsdp-taught", reference)
-    ]
-    assert divergences[0] == pytest.approx(divergences[1], rel=1e-3, abs=1e-6)
-    assert divergences[0][-1] > 1e-3
+@pytest.mark.parametrize("name", ["ddp-taught", "fsdp-taught"])
+def test_a_teacher_beside_shared_weights_teaches_the_same(name, two, one, tiny_checkpoint):
+    """By its predictions and its hidden states; sharded where the student is."""
+    reference = one(steps=6, teacher=str(tiny_checkpoint), distillation_weight=0.5, hidden_weight=2)
+    assert curve(two / name) == pytest.approx(curve(reference), rel=TOLERANCE)
+    for part in ("divergence", "hidden"):
+        found = [[line[part] for line in metrics(folder, "train")] for folder in (two / name, reference)]
+        assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+        assert found[0][-1] > 1e-3
 
 
+@pytest.mark.parametrize("name", ["ddp-pairs", "fsdp-pairs", "fsdp-converted"])
+def test_gq066_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, tiny_t5, few_t5, tmp_path):
+    """Normalised by the target tokens of both processes; held-out pairs are shared out, too."""
+    from headfold.uptrain.settings import UptrainSettings
+
+    entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
+    assert (entry["processes"], entry["distributed"]) == (2, "FSDP2" if "fsdp" in name else "MULTI_CPU")
+    start = few_t5 if name == "fsdp-converted" else tiny_t5
+    alone = uptrain_checkpoint(start, tmp_path / "one", UptrainSettings(**entry["settings"]))
+    assert curve(two / name) == pytest.approx(curve(alone), rel=TOLERANCE)
+    points = [[line["perplexity"] for line in metrics(folder, "eval")] for folder in (two / name, alone)]
+    assert points[0] == pytest.approx(points[1], rel=1e-4)
+    assert curve(alone)[-1] < curve(alone)[0]
+
+
+@pytest.mark.parametrize("stopped", ["resumed", "abandoned"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_gq086_a_run_stopped_on_one_rank_goes_on_to_equal_weights(name, two):
-    """The same number of processes: here to the bit; stated and promised is 1e-6."""
-    whole, resumed = (load_file(two / folder / "model.safetensors") for folder in (name, f"{name}-resumed"))
+def test_gq086_a_run_stopped_on_one_rank_goes_on_to_equal_weights(name, stopped, two):
+    """After a step, or in the middle of a long one. The same number of processes: here to the bit; promised is 1e-6."""
+    whole, resumed = (load_file(two / folder / "model.safetensors") for folder in (name, f"{name}-{stopped}"))
     assert whole.keys() == resumed.keys()
     for tensor in whole:
         assert torch.allclose(whole[tensor].float(), resumed[tensor].float(), atol=1e-6), tensor
-    assert curve(two / f"{name}-resumed") == pytest.approx(curve(two / name), rel=1e-6)
+    assert curve(two / f"{name}-{stopped}") == pytest.approx(curve(two / name), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

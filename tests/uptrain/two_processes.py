@@ -1,6 +1,6 @@
 """What test_processes.py runs on two processes at once: one start of the libraries for all of its runs.
 
-accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER
+accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER T5 CONVERTED PAIRS
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.errors import Interrupted
-from headfold.uptrain import loop
+from headfold.uptrain import loop, step
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
 
@@ -41,7 +41,37 @@ def stopped_at(step: int, *arguments) -> None:
         loop.Stepper.__call__ = real
 
 
-def main(checkpoint: str, text: str, folder: Path) -> None:
+def abandoned_at(at: int, *arguments) -> None:
+    """A run in which one rank alone gets a SIGTERM between the micro-batches of a step that takes long."""
+    real = loop.Stepper._sums
+    seen = []
+
+    def signalled(self, micro):
+        seen.append(micro)
+        if len(seen) == 2 * at + 1 and RANK == 1:  # two micro-batches a step on each rank
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, micro)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Stepper, "_sums", signalled)
+        patch.setattr(step, "_PATIENCE_SECONDS", 0.0)
+        with pytest.raises(Interrupted, match=f"at step {at} of"):
+            uptrain_checkpoint(*arguments)
+    assert len(seen) == 2 * at + 1
+
+
+def pairs(checkpoint: str, t5: str, pairs_file: str, folder: Path) -> None:
+    """An encoder-decoder on pairs, of which the processes have unequal numbers of targets."""
+    common = {
+        "data": pairs_file, "source_column": "input", "target_column": "answer.back", "block": 16, "batch": 4,
+        "micro_batch": 1, "learning_rate": 1e-2, "precision": "fp32", "device": "cpu", "log_every": 1, "seed": 3,
+        "eval_data": pairs_file, "eval_tokens": 100, "steps": 4, "tracker": ("none",), "teacher": t5,
+        "distillation_weight": 0.5,
+    }  # fmt: skip
+    uptrain_checkpoint(checkpoint, folder, UptrainSettings(**common))
+
+
+def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pairs_file: str) -> None:
     torch.set_num_threads(1)
     common = {
         "data": text, "block": 16, "batch": 4, "micro_batch": 1, "learning_rate": 3e-3, "precision": "fp32",
@@ -50,18 +80,26 @@ def main(checkpoint: str, text: str, folder: Path) -> None:
     }  # fmt: skip
     plain = UptrainSettings(**common, teacher=None)
     apart = UptrainSettings(**common, teacher=None, isolate_documents=True)
-    taught = UptrainSettings(**{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5)
+    taught = UptrainSettings(**{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5, hidden_weight=2)
     uptrain_checkpoint(checkpoint, folder / "ddp", plain)
     stopped_at(7, checkpoint, folder / "ddp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-resumed", plain)
     stopped_at(7, checkpoint, folder / "handed-over", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-apart", apart)
+    uptrain_checkpoint(checkpoint, folder / "ddp-taught", taught)
+    abandoned_at(7, checkpoint, folder / "ddp-abandoned", plain)
+    uptrain_checkpoint(checkpoint, folder / "ddp-abandoned", plain)
+    pairs(t5, t5, pairs_file, folder / "ddp-pairs")
     os.environ.update(FSDP)
+    pairs(t5, t5, pairs_file, folder / "fsdp-pairs")
+    pairs(converted, t5, pairs_file, folder / "fsdp-converted")
     uptrain_checkpoint(checkpoint, folder / "fsdp", plain)
     stopped_at(7, checkpoint, folder / "fsdp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "fsdp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "fsdp-taught", taught)
+    abandoned_at(7, checkpoint, folder / "fsdp-abandoned", plain)
+    uptrain_checkpoint(checkpoint, folder / "fsdp-abandoned", plain)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])

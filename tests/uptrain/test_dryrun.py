@@ -1,0 +1,125 @@
+"""Looking ahead: operations, memory, and ten measured steps."""
+
+from __future__ import annotations
+
+import pytest
+from headfold.errors import HeadfoldError, UsageError
+from headfold.uptrain.cost import Shape, plan_cost, shape_on_paper
+from headfold.uptrain.dryrun import look_ahead, measure
+from headfold.uptrain.launch import Layout
+from headfold.uptrain.settings import UptrainSettings
+
+
+def test_operations_and_memory_of_a_known_model():
+    """Llama-2-7B: 6.74 G parameters, 16 bytes each for weights, gradient and moments, 2 more for a copy in bf16."""
+    llama = Shape(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
+    settings = UptrainSettings(block=4096, micro_batch=1, gradient_checkpointing=True)
+    alone = plan_cost(settings, 10**9, llama, llama, bf16=True)
+    multiplied = 6_738_415_616 - 131_072_000
+    assert alone.flops == 8 * multiplied * 10**9
+    held = sum(alone.memory[name] for name in ("weights", "gradients", "optimizer"))
+    assert held == 16 * 6_738_415_616
+    assert alone.memory["teacher"] == 2 * 6_738_415_616
+    assert alone.memory["weights in bf16"] == 2 * 6_738_415_616
+    shared = plan_cost(settings, 10**9, llama, llama, processes=8, sharded=True, bf16=True)
+    assert "weights in bf16" not in shared.memory
+    assert shared.memory["weights"] == alone.memory["weights"] // 8
+    assert shared.memory["activations"] == alone.memory["activations"]
+    kept = plan_cost(settings.model_copy(update={"gradient_checkpointing": False}), 10**9, llama, bf16=True)
+    assert kept.memory["activations"] > 10 * alone.memory["activations"] / 4
+    hidden = settings.model_copy(update={"hidden_weight": 1.0})
+    assert plan_cost(hidden, 10**9, llama, llama, bf16=True).memory["hidden states"] == 32 * 4096 * 4096 * 4
+    small = plan_cost(settings.model_copy(update={"micro_batch": 64, "batch": 1}), 10**9, llama, llama, bf16=True)
+    assert small.memory["activations"] == alone.memory["activations"]  # no more than the batch
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_activations_are_what_autograd_keeps(model_type, bf16):
+    """Within a factor of two for layers of a usual shape; in bf16 with a copy of each weight that is multiplied."""
+    import torch
+    from tiny import tiny_model
+
+    model = tiny_model(model_type, heads=8, intermediate_size=352)
+    model.train()
+    kept: dict[int, int] = {}
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+    def keep(tensor):
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights:
+            kept[place] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        states = model.model(input_ids=torch.ones(4, 64, dtype=torch.long), use_cache=False).last_hidden_state
+        found = sum(kept.values())
+        del states
+    shape = Shape.of(model)
+    plan = plan_cost(UptrainSettings(block=64, micro_batch=4), 1, shape, bf16=bf16)
+    copied = 2 * (shape.parameters - shape.vocabulary * shape.hidden * 2) if bf16 else 0  # of the layers alone
+    assert found / 2 < plan.memory["activations"] + copied < found * 2
+
+
+def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
+    rows = dict(look_ahead(tiny_checkpoint, settings(), Layout()))
+    assert rows["tokens"] == "768"
+    assert rows["teacher"] == "none"
+    assert int(rows["parameters"].replace(",", "")) == shape_on_paper(tiny_checkpoint)[0].parameters
+    with pytest.raises(HeadfoldError, match=r"needs about .* GiB on each device, and a device has 0\.0 GiB"):
+        look_ahead(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "gpu", "amx", "expected", "teacher_bytes"),
+    [
+        ({}, Layout(), False, False, "float32 on a CPU", 4),
+        ({}, Layout(), False, True, "bf16 on a CPU", 2),
+        ({"precision": "bf16"}, Layout(), False, False, "bf16 on a CPU", 2),
+        ({"device": "auto"}, Layout(8, True), False, False, "bf16 on a GPU", 2),
+        ({"device": "auto", "precision": "fp32"}, Layout(8, True), False, False, "float32 on a GPU", 2),
+        ({"device": "auto"}, Layout(8, False, cpu=True), False, False, "float32 on a CPU", 4),
+        ({"device": "auto"}, Layout(), True, False, "bf16 on a GPU", 2),
+        ({"device": "cpu"}, Layout(), True, False, "float32 on a CPU", 4),
+    ],
+)
+def test_what_a_run_computes_in_is_what_is_counted(
+    given, layout, gpu, amx, expected, teacher_bytes, tiny_checkpoint, settings, monkeypatch
+):
+    """The teacher, bf16 on disk, is float32 on a CPU without bf16; activations in bf16 are three quarters as large."""
+    from headfold.uptrain import dryrun
+
+    monkeypatch.setattr(dryrun.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(dryrun, "has_fast_bf16", lambda cpu: amx if cpu else gpu)
+    monkeypatch.setattr(dryrun, "memory_bytes", lambda device: 10**12)
+    plans = []
+    monkeypatch.setattr(dryrun, "plan_cost", lambda *a, **named: plans.append(plan_cost(*a, **named)) or plans[-1])
+    wanted = settings(**{"precision": "auto", "batch": 8, "teacher": str(tiny_checkpoint), **given})
+    rows = dict(look_ahead(tiny_checkpoint, wanted, layout))
+    assert rows["forward pass in"] == expected
+    shape = shape_on_paper(tiny_checkpoint)[0]
+    assert plans[0].memory["teacher"] == teacher_bytes * shape.parameters // (8 if layout.sharded else 1)
+    per_number = plans[0].memory["activations"] / ((12 * shape.hidden + 5 * shape.inner) * shape.layers)
+    blocks = 1 if layout.processes == 8 else 2
+    assert per_number == pytest.approx((3 if "bf16" in expected else 4) * 16 * blocks)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_before_the_run(tiny_checkpoint, settings):
+    with pytest.raises(UsageError, match="batch of 4 blocks cannot be shared evenly by 8"):
+        look_ahead(tiny_checkpoint, settings(), Layout(8, True))
+
+
+def test_without_a_config_the_budget_is_still_told(settings, capfd):
+    wanted = settings(steps=None, fraction=0.5, pretraining_tokens=1000, batch=8)
+    rows = dict(look_ahead("./nowhere", wanted, Layout(8, True)))
+    assert rows == {"tokens": "512", "steps": "4", "tokens per step": "128", "processes": "8, weights shared (FSDP2)"}
+    assert "no config.json" in capfd.readouterr().err
+
+
+def test_ten_steps_are_measured_and_nothing_is_left(tiny_checkpoint, settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = dict(measure(tiny_checkpoint, settings(steps=1000), Layout(8, False)))
+    assert float(rows["seconds per step, measured here"]) >= 0
+    assert {"the whole run here", "on 8 such devices, at best"} < set(rows)
+    assert list(tmp_path.iterdir()) == []
