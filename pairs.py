@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .console import warn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,6 +34,7 @@ class PairEncoder:
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         self._tokenizer, self._longest = tokenizer, longest
+        self._said = False
 
     def __call__(self, source: str, target: str) -> Pair:
         # verbose=False: what is longer than the model's context is cut below
@@ -40,7 +43,12 @@ class PairEncoder:
         return Pair(self._cut(list(read)), self._cut(list(written)))
 
     def _cut(self, ids: list[int]) -> list[int]:
-        return ids if len(ids) <= self._longest else [*ids[: self._longest - 1], ids[-1]]
+        if len(ids) <= self._longest:
+            return ids
+        if not self._said:
+            warn(f"Texts of more than {self._longest} tokens are cut there; one has {len(ids)}.")
+            self._said = True
+        return [*ids[: self._longest - 1], ids[-1]]
 
 
 def padded(pairs: Sequence[Pair], pad: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -83,9 +83,8 @@ def _lost(plan: Plan, statistics: Statistics) -> float:
     for block in plan.family.blocks:
         attention = read_attention(plan.source, plan.family, block)
         moment = statistics.second_moment(block.layer)
-        context = MethodContext(block.layer, second_moment=moment, reach=statistics.reach)
-        converted = plan.method.apply(attention, plan.groups, context)
-        shares.append(sum(lost_shares(attention, converted, moment, statistics.reach)))
+        converted = plan.method.apply(attention, plan.groups, MethodContext(block.layer, second_moment=moment))
+        shares.append(sum(lost_shares(attention, converted, moment)))
     return sum(shares) / len(shares)
 
 

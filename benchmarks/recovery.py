@@ -28,6 +28,8 @@ METHODS = {
     "folded": ["--method", "folded", "--calibration", "stdlib", "--calibration-tokens", "65536", "--refine", "0"],
     "refined": ["--method", "folded", "--calibration", "stdlib", "--calibration-tokens", "98304", "--refine", "200"],
 }
+RATES = {"mean": 8e-4, "folded": 8e-4, "refined": 4e-4, None: 4e-4}
+"""Peak learning rate by the start: the better it is, the more a high one disturbs it (docs/results.md)."""
 KV_HEADS = 8
 
 
@@ -57,8 +59,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=BUNDLED)
     parser.add_argument("--shares", default="1,2,5", help="percent of the pretraining tokens")
     parser.add_argument("--only", help="rows by name, with commas between")
-    parser.add_argument("--lr", type=float, default=8e-4, help="peak learning rate of text alone")
-    parser.add_argument("--teacher-lr", type=float, default=8e-4)
+    parser.add_argument("--lr", type=float, help="peak learning rate of every row; default: by the row's start")
     parser.add_argument("--weight", type=float, default=1.0, help="share of the divergence with a teacher")
     parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--final", type=float, default=0.05)
@@ -88,7 +89,7 @@ def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     teacher = taught if row.teacher else ["--no-teacher"]
     headfold(
         "uptrain", str(start), "-o", str(trained), "--data", "stdlib", "--fraction", str(share), "--pretraining-tokens",
-        str(pretraining_tokens(options.model)), "--lr", str(options.teacher_lr if row.teacher else options.lr),
+        str(pretraining_tokens(options.model)), "--lr", str(options.lr or RATES[row.method]),
         "--final-learning-rate", str(options.final), "--schedule", options.schedule, "--eval-data", "stdlib",
         "--eval-tokens", str(options.eval_tokens), "--seed", "0", "--tracker", "none", *teacher,
     )  # fmt: skip

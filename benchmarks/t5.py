@@ -1,6 +1,6 @@
 """A T5, whose class has no KV-head setting: pretrained here by span corruption, converted, uptrained, compared.
 
-    python benchmarks/t5.py -o t5                       # about half an hour on two cores
+    python benchmarks/t5.py -o t5                       # about a quarter of an hour on one core
     python benchmarks/t5.py -o t5 --tokens 100000       # a try in a few minutes
 
 The model (8 heads of width 24, 4 layers on each side, gated feed-forward as in T5 1.1) is trained from random weights

@@ -57,19 +57,16 @@ Solver = Callable[[Attention, Rows, Energy], Sharing]
 """A method for one group: the block (for what its norms allow), its rows, the group's energy → how it shares."""
 
 
-def shared(
-    attention: Attention, groups: int, second_moment: Tensor | None, solve: Solver, *, reach: int = 0
-) -> Attention:
+def shared(attention: Attention, groups: int, second_moment: Tensor | None, solve: Solver) -> Attention:
     """Let each group of neighbouring KV heads share one head.
 
     Args:
         groups: divides the KV heads; as many groups as heads leave the block untouched.
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
-        reach: see :func:`headfold.convert.energy.rotary_rows`; for a ``solve`` that takes care of slow planes.
     """
     if groups == attention.kv_heads:
         return attention
-    rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1], reach)
+    rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
     layer = extended(attention, second_moment)
     parts = []
     for heads in contiguous_groups(attention.kv_heads, groups):

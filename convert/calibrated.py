@@ -29,12 +29,9 @@ from .refit import identity_of, reading_modules, refine_folder, require_refinabl
 from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
 from .seq2seq import is_pair, refuse_refinement
-from .shapes import resolved_config
-from .statistics import BLOCK, REACH, SOURCE, Statistics
+from .statistics import SOURCE, Statistics
 from .work import LayerFit, RefineWork, remove_work
 
-_BLOCK = 512
-"""Tokens of a block where nobody says how many."""
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they are of."""
 
@@ -47,8 +44,7 @@ class Calibration:
         data: corpus name, see :mod:`headfold.corpus`; its train split unless the name says otherwise. None: no text,
             so ``statistics`` must be there already and nothing is refined.
         tokens: how much of it is read.
-        block: tokens of one block, best as many as the model will read at once; None: 512, and what is farther apart
-            than that is kept as it would be for all of the model's context.
+        block: tokens of one block, best as many as the model will read at once.
         refine: AdamW steps per layer after the method (zero: none). None: :data:`RefineSettings.steps` for ``folded``
             where there is text and the model can be refined, else none.
         statistics: file to keep the statistics in, or to take them from when it is there; one pass serves every
@@ -58,7 +54,7 @@ class Calibration:
 
     data: str | None = "stdlib"
     tokens: int = 131_072
-    block: int | None = None
+    block: int = 512
     refine: int | None = None
     statistics: Path | None = None
     device: str = "cpu"
@@ -66,21 +62,16 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Text:
-    """Calibration text: where it is from, and its token ids (N blocks of T tokens).
-
-    Attributes:
-        reach: over how many tokens the result will attend.
-    """
+    """Calibration text: where it is from, and its token ids (N blocks of T tokens)."""
 
     corpus: Corpus
     blocks_NT: Tensor
-    reach: int
 
     def describe(self) -> dict[str, str]:
         """Where the text is from, and a hash of the very token ids that are looked at."""
         ids = hashlib.sha256(self.blocks_NT.numpy().tobytes()).hexdigest()
-        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision, REACH: str(self.reach)}
-        return {**known, "tokens": str(self.blocks_NT.numel()), BLOCK: str(self.blocks_NT.shape[1]), IDS: ids}
+        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision}
+        return {**known, "tokens": str(self.blocks_NT.numel()), "block": str(self.blocks_NT.shape[1]), IDS: ids}
 
 
 def convert_calibrated(
@@ -281,7 +272,7 @@ def _kept_statistics(
                 "Name another --statistics file, or leave out --calibration to use this one.",
             )
         info(f"Statistics of {found.tokens:,} tokens from {file}.")
-        return found if text is None else replace(found, metadata={**found.metadata, REACH: str(text.reach)})
+        return found
     if text is None:
         raise UsageError(
             f"There is no statistics file {file}.", "Name calibration text: --calibration stdlib, or a file."
@@ -338,10 +329,7 @@ def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: b
         return None
     corpus = open_corpus(calibration.data, TRAIN)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-    block = calibration.block or _BLOCK
-    context = getattr(resolved_config(source.config).get_text_config(decoder=True), "max_position_embeddings", None)
-    reach = calibration.block or max(_BLOCK, context or 0)
-    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=block), reach)
+    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=calibration.block))
 
 
 def _fit_entry(fit: LayerFit) -> dict[str, float]:

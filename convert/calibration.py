@@ -19,7 +19,7 @@ from .. import console
 from ..checkpoint.load import load_config, load_language_model
 from ..corpus import Corpus, Encoder
 from ..errors import DataError, UnsupportedError
-from .statistics import BLOCK, TOKENS, Statistics, Sums, writing_statistics
+from .statistics import TOKENS, Statistics, Sums, writing_statistics
 
 _IN_MEMORY_SHARE = 0.5
 """Weights stay on disk where they would take more than this share of the memory that is free."""
@@ -95,7 +95,7 @@ def collect_statistics(
     projections = [model.get_submodule(name) for name in names]
     hidden = [next(weight.shape[1] for weight in part.parameters() if weight.dim() == 2) for part in projections]
     batches = blocks_NT.split(max(batch_tokens // blocks_NT.shape[1], 1))
-    details = {**metadata, TOKENS: str(blocks_NT.numel()), BLOCK: str(blocks_NT.shape[1])}
+    details = {**metadata, TOKENS: str(blocks_NT.numel())}
     with writing_statistics(file, hidden, details) as sums, ExitStack() as stack, torch.inference_mode():
         stack.callback(model.train, model.training)
         model.eval()

@@ -56,9 +56,8 @@ def convert(
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of that text to read.")] = 131_072,
     block: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of one block of that text: as many as the model will read. Default: 512."),
-    ] = None,
+        int, typer.Option(min=1, help="Tokens of one block of that text; best as many as the model will read at once.")
+    ] = 512,
     statistics: Annotated[
         Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
     ] = None,

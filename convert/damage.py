@@ -17,17 +17,14 @@ _Product = Callable[[Extended, Extended], Tensor]
 """(X,) inner products of what the query heads of two blocks do."""
 
 
-def lost_shares(
-    before: Attention, after: Attention, second_moment: Tensor | None, reach: int = 0
-) -> tuple[float, float]:
+def lost_shares(before: Attention, after: Attention, second_moment: Tensor | None) -> tuple[float, float]:
     """Shares of the energy of scores and of outputs that are lost; above 1 where more is wrong than was there.
 
     Args:
         before: the source's block, its KV heads in the order in which ``after`` groups them.
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
-        reach: tokens over which positions are spread, for planes that hardly turn over them; 0 for any number.
     """
-    rows = rotary_rows(before.rotary, before.k_KDC.shape[1], reach)
+    rows = rotary_rows(before.rotary, before.k_KDC.shape[1])
     old, new = extended(before, second_moment), extended(after, second_moment)
     gain_X = gains(old, old.v_KDE, _by_kv_head(old)).flatten()
 

@@ -7,7 +7,6 @@ input, extended by a constant 1 where a projection has a bias (E = C or C + 1).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,30 +22,17 @@ KEY_MEAN_SHARE = 0.5
 in the softmax; under a rotation that is so in slow planes and not in fast ones. Half was best of 0, ½, ¾ and 1."""
 
 
-SLOW = math.pi
-"""Half a turn over what the model reads. Of 2, 4 and 6 radians, 2 and 4 came out alike, 6 worse than no slow plane."""
-
-
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one head by their role: plane f is rows (first[f], second[f]); the others pass through.
-
-    Attributes:
-        angles_S: the turn per position of the S slow planes, fastest first. They are treated like rows that pass:
-            their rows lead ``passing_P``, first the S first ones, then the S second ones.
-    """
+    """The rows of one head by their role: plane f is rows (first[f], second[f]); the others pass through."""
 
     first_F: Tensor
     second_F: Tensor
     passing_P: Tensor
-    angles_S: Tensor
 
 
-def rotary_rows(rotary: Rotary, head_dim: int, reach: int = 0) -> Rows:
+def rotary_rows(rotary: Rotary, head_dim: int) -> Rows:
     """Sort the rows of a head.
-
-    Args:
-        reach: tokens over which heads will attend. A plane that turns by at most ``SLOW`` over them is slow. 0: none.
 
     Raises:
         UnsupportedError: the layout is none of half, interleaved and none.
@@ -54,24 +40,14 @@ def rotary_rows(rotary: Rotary, head_dim: int, reach: int = 0) -> Rows:
     rotated = torch.arange(rotary.dim if rotary.layout != "none" else 0)
     passing_P = torch.arange(len(rotated), head_dim)
     if rotary.layout == "interleaved":
-        return _with_slow(rotated[0::2], rotated[1::2], passing_P, rotary, reach)
+        return Rows(rotated[0::2], rotated[1::2], passing_P)
     if rotary.layout in ("half", "none"):
         half = len(rotated) // 2
-        return _with_slow(rotated[:half], rotated[half:], passing_P, rotary, reach)
+        return Rows(rotated[:half], rotated[half:], passing_P)
     raise UnsupportedError(
         f"How this model pairs the rows of a head for its rotary positions is not known ({rotary.layout!r}).",
         "Use --method mean, which needs no such knowledge.",
     )
-
-
-def _with_slow(first_F: Tensor, second_F: Tensor, passing_P: Tensor, rotary: Rotary, reach: int) -> Rows:
-    angles_F = torch.tensor(rotary.angles[: len(first_F)] if reach else (), dtype=torch.float64)
-    order_F = angles_F.argsort(descending=True)
-    slow_S = order_F[(angles_F[order_F] > 0) & (angles_F[order_F] * reach <= SLOW)]
-    fast = torch.ones(len(first_F), dtype=torch.bool)
-    fast[slow_S] = False
-    led_P = torch.cat([first_F[slow_S], second_F[slow_S], passing_P])
-    return Rows(first_F[fast], second_F[fast], led_P, angles_F[slow_S])
 
 
 def to_planes(rows_XDE: Tensor, rows: Rows) -> Tensor:
@@ -145,10 +121,8 @@ def extended(attention: Attention, second_moment: Tensor | None) -> Extended:
     q_HDE = widen(attention.q_HDC, attention.q_bias_HD)
     k_KDE, v_KDE = widen(attention.k_KDC, attention.k_bias_KD), widen(attention.v_KDC, attention.v_bias_KD)
     width = q_HDE.shape[-1]
-    crossed = second_moment is not None and second_moment.dim() == 3
-    moments = [
-        _moment(one, attention.q_HDC.shape[-1], width) for one in (second_moment if crossed else [second_moment])
-    ]
+    read = [second_moment] if second_moment is None or second_moment.dim() == 2 else list(second_moment)
+    moments = [_moment(one, attention.q_HDC.shape[-1], width) for one in read]
     return Extended(q_HDE, k_KDE, v_KDE, attention.o_CHD.double(), *moments[0], *moments[-1])
 
 

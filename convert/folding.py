@@ -35,12 +35,7 @@ def folded(attention: Attention, groups: int, context: MethodContext) -> Attenti
         UnsupportedError: the rotary layout is not known.
         UsageError: the statistics belong to a model of another width.
     """
-    return shared(attention, groups, context.second_moment, fold_group, reach=_reach(attention, context))
-
-
-def _reach(attention: Attention, context: MethodContext) -> int:
-    """Over how many tokens planes may be slow; a norm of the keys allows no map of several planes."""
-    return 0 if attention.keys_normed else context.reach
+    return shared(attention, groups, context.second_moment, fold_group)
 
 
 def fold_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
@@ -52,9 +47,7 @@ def fold_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
         passing_combine_mPP, passing_expand_mPP = passing_mPP.mT * scale_m[:, None, None] / members, passing_mPP
     else:
         plane_combine_Fm, plane_expand_Fm = principal_row(energy.planes_FKK, energy.plane_queries_FK)
-        passing_combine_mPP, passing_expand_mPP = principal_keys(
-            energy.passing_KPKP, energy.passing_queries_KPP, rows.angles_S
-        )
+        passing_combine_mPP, passing_expand_mPP = principal_rows(energy.passing_KPKP, energy.passing_queries_KPP)
     value_combine_mDD, value_expand_mDD = principal_rows(energy.values_KDKD, energy.outputs_KDD)
     return Sharing(
         plane_combine_Fm,
@@ -96,54 +89,13 @@ def principal_rows(gram_mPmP: Tensor, weight_mPP: Tensor) -> tuple[Tensor, Tenso
     Returns:
         (combine, expand), both (m, P, P): c = Σ_h combine_h W_h and W_h ≈ expand_h c.
     """
-    root_mPP, inverse_mPP = _roots(weight_mPP)
-    vectors_mPP = _principal_vectors(gram_mPmP, root_mPP)
-    return vectors_mPP.mT @ root_mPP, inverse_mPP @ vectors_mPP
-
-
-def principal_keys(gram_mPmP: Tensor, weight_mPP: Tensor, angles_S: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`principal_rows` for key rows of which the first 2S lie in planes that turn, slowly.
-
-    The map of a member to the shared rows mixes planes, which is exact only as far as turns commute with it. So of all
-    bases of the shared rows the one is taken in which they turn most like the members' rows: with J the generator of
-    the turns (J e_f = θ_f e_{S+f}), X = Σ_h U_hᵀ J U_h is antisymmetric, its eigenvalues ±iω are the speeds of the
-    shared rows, and the real and imaginary parts of its eigenvectors are their planes, fastest first. Queries count by
-    one number per slow plane, which commutes with J; then members that are equal up to one complex number per plane
-    (and any map of the rows that do not turn) come back exactly.
-
-    Args:
-        angles_S: θ, the turn of each slow plane per position, fastest first.
-    """
-    root_mPP, inverse_mPP = _key_roots(weight_mPP, len(angles_S))
-    vectors_mPP = _principal_vectors(gram_mPmP, root_mPP)
-    if len(angles_S):
-        vectors_mPP = vectors_mPP @ _turning_basis(vectors_mPP, angles_S)
-    return vectors_mPP.mT @ root_mPP, inverse_mPP @ vectors_mPP
-
-
-def _turning_basis(vectors_mPP: Tensor, angles_S: Tensor) -> Tensor:
-    """Orthogonal P×P: columns f and S + f span plane f of the shared rows, the others what does not turn."""
-    slow, width = len(angles_S), vectors_mPP.shape[-1]
-    generator_PP = vectors_mPP.new_zeros(width, width)
-    first = torch.arange(slow)
-    generator_PP[first + slow, first] = angles_S
-    generator_PP[first, first + slow] = -angles_S
-    turned_PP = (vectors_mPP.mT @ generator_PP @ vectors_mPP).sum(0)
-    turned_PP = (turned_PP - turned_PP.T) / 2
-    # i X v = ω v with v = (p + i q)/√2 means X p = ω q and X q = −ω p: p is the plane's first row, q its second
-    vectors_PS = torch.linalg.eigh(1j * turned_PP).eigenvectors[:, -slow:].flip(-1)
-    planes_PT = torch.cat([vectors_PS.real, vectors_PS.imag], -1)
-    left, _, right = torch.linalg.svd(planes_PT, full_matrices=True)
-    return torch.cat([left[:, : 2 * slow] @ right, left[:, 2 * slow :]], -1)
-
-
-def _principal_vectors(gram_mPmP: Tensor, root_mPP: Tensor) -> Tensor:
     members, width = gram_mPmP.shape[:2]
     if width == 0:
-        return gram_mPmP.new_zeros(members, 0, 0)
+        return gram_mPmP.new_zeros(members, 0, 0), gram_mPmP.new_zeros(members, 0, 0)
+    root_mPP, inverse_mPP = _roots(weight_mPP)
     gram = _weighted_rows(gram_mPmP, root_mPP).reshape(members * width, members * width)
-    vectors_mPP: Tensor = torch.linalg.eigh(gram).eigenvectors[:, -width:].unflatten(0, (members, width))
-    return vectors_mPP
+    vectors_mPP = torch.linalg.eigh(gram).eigenvectors[:, -width:].unflatten(0, (members, width))
+    return vectors_mPP.mT @ root_mPP, inverse_mPP @ vectors_mPP
 
 
 def _damped(weight_Fm: Tensor) -> Tensor:
@@ -156,20 +108,6 @@ def _roots(weight_mPP: Tensor) -> tuple[Tensor, Tensor]:
     values_mP, vectors_mPP = torch.linalg.eigh(weight_mPP)
     root_mP = _damped(values_mP.clamp_min(0)).sqrt()
     return root_mP.unsqueeze(-1) * vectors_mPP.mT, vectors_mPP / root_mP.unsqueeze(-2)
-
-
-def _key_roots(weight_mPP: Tensor, slow: int) -> tuple[Tensor, Tensor]:
-    """The same where the first 2·slow rows lie in planes, of which each counts by one number."""
-    if not slow:
-        return _roots(weight_mPP)
-    energy_mS = weight_mPP.diagonal(dim1=-2, dim2=-1)[:, : 2 * slow].unflatten(1, (2, slow)).mean(1)
-    root_mS = _damped(energy_mS).sqrt().repeat(1, 2)
-    root_mPP, inverse_mPP = torch.zeros_like(weight_mPP), torch.zeros_like(weight_mPP)
-    root_mPP[:, : 2 * slow, : 2 * slow] = torch.diag_embed(root_mS)
-    inverse_mPP[:, : 2 * slow, : 2 * slow] = torch.diag_embed(1 / root_mS)
-    rest = slice(2 * slow, None)
-    root_mPP[:, rest, rest], inverse_mPP[:, rest, rest] = _roots(weight_mPP[:, rest, rest])
-    return root_mPP, inverse_mPP
 
 
 def _weighted_planes(gram_Fmm: Tensor, root_Fm: Tensor) -> Tensor:
@@ -221,11 +159,11 @@ def _tail(gram_KPKP: Tensor, heads: list[int]) -> float:
 
 def spectra(attention: Attention, context: MethodContext) -> Spectra:
     """Weigh the energy of a layer's heads by what reads them."""
-    rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1], _reach(attention, context))
+    rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
     energy = measured(extended(attention, context.second_moment), rows, list(range(attention.kv_heads)))
     return Spectra(
         planes_FKK=_weighted_planes(energy.planes_FKK, energy.plane_queries_FK.sqrt()),
-        passing_KPKP=_weighted_rows(energy.passing_KPKP, _key_roots(energy.passing_queries_KPP, len(rows.angles_S))[0]),
+        passing_KPKP=_weighted_rows(energy.passing_KPKP, _roots(energy.passing_queries_KPP)[0]),
         values_KDKD=_weighted_rows(energy.values_KDKD, _roots(energy.outputs_KDD)[0]),
     )
 

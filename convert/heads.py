@@ -7,7 +7,7 @@ C hidden size (the width of the attention's input), m = K/G source KV heads in a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -19,12 +19,10 @@ class Rotary:
     Attributes:
         layout: ``half`` pairs row f with row f + dim/2, ``interleaved`` pairs 2f with 2f + 1, ``none`` rotates nothing.
         dim: how many leading rows of a head are rotated; the others pass through.
-        angles: by how much one position turns each plane, in radians; empty where that is not known.
     """
 
     layout: str
     dim: int
-    angles: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

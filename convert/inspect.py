@@ -20,7 +20,7 @@ from .rewrites.routes import Route, rewritten, route_of, target_config
 from .seq2seq import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 from .settings import with_kv_heads
-from .shapes import build, known_type, model_class
+from .shapes import build, known_type, model_class, resolved_config
 from .statistics import Statistics
 
 
@@ -130,9 +130,10 @@ def _widest(checkpoint: Checkpoint, route: Route | None) -> dict[str, Any]:
     if checkpoint.config.get("model_type") in PAIRS:
         return own_target_config(checkpoint)
     target = None if route is None else route.target(*route.groups)
-    return (
-        checkpoint.config if route is None or target is None else target_config(checkpoint, route, target, tied=False)
-    )
+    if route is None or target is None:
+        return checkpoint.config
+    tied = bool(resolved_config(checkpoint.config).tie_word_embeddings)
+    return target_config(checkpoint, route, target, tied=tied)
 
 
 def _result_type(config: dict[str, Any], route: Route | None, groups: int) -> str:
@@ -252,7 +253,7 @@ def predict_damage(
     moments.require_source(checkpoint.digest(), len(family.blocks))
     for block in family.blocks:
         attention = read_attention(checkpoint, family, block)
-        context = MethodContext(block.layer, second_moment=moments.second_moment(block.layer), reach=moments.reach)
+        context = MethodContext(block.layer, second_moment=moments.second_moment(block.layer))
         for wanted in groups:
             loss = predicted_loss(attention, wanted, context)
             yield Damage(block.layer, wanted, sum(loss.keys_G), sum(loss.values_G))

@@ -27,14 +27,12 @@ class MethodContext:
         initializer_range: standard deviation of a fresh weight, from the config.
         second_moment: E[x xᵀ] at the attention input, (C+1)×(C+1) float64 with the constant 1 as last index;
             None means the identity (no data).
-        reach: over how many tokens the result will attend; 0 where that is not known.
     """
 
     layer: int
     seed: int = 0
     initializer_range: float = 0.02
     second_moment: Tensor | None = None
-    reach: int = 0
 
     def for_tensor(self, place: int) -> MethodContext:
         """The same with a seed of its own for the block's ``place``-th tensor, so that no two tensors are alike."""

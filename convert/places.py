@@ -18,7 +18,7 @@ from ..checkpoint.header import TensorInfo
 from ..checkpoint.source import Checkpoint
 from .heads import query_order
 from .layouts import Stored
-from .rewritable import OUTPUTS, forward_code
+from .rewritable import OUTPUTS, code_of
 
 if TYPE_CHECKING:
     from .blocks import Block
@@ -94,7 +94,7 @@ def _axis(name: str, shape: tuple[int, ...], query_heads: int, keys_alike: bool)
 def _reason(model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorInfo], query_heads: int) -> str | None:
     """Why heads cannot change places, or why nothing is known of how alike they are."""
     config = model.config.get_text_config()
-    code = forward_code(type(model.get_submodule(block.module)))
+    code = code_of(type(model.get_submodule(block.module)).forward)
     if block.q is None or block.o is None:
         return "its query and output projections are not recognised"
     if getattr(config, "alibi", None) or getattr(config, "alibi_slopes", None):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -68,9 +68,9 @@ def reason_against_rewriting(
 
 
 @cache
-def forward_code(kind: type[nn.Module]) -> str:
-    """The source of a class's forward pass."""
-    return inspect.getsource(kind.forward)
+def code_of(function: Callable[..., Any]) -> str:
+    """Its source: a model has many layers of one class."""
+    return inspect.getsource(function)
 
 
 def norms_keys(module: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def norms_keys(module: nn.Module) -> bool:
 
     Read from the source, because some classes do it without a weight or a module of its own.
     """
-    code = re.sub(r"#.*", "", forward_code(type(module)))
+    code = re.sub(r"#.*", "", code_of(type(module).forward))
     for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
         own = word.removeprefix("self.")
         found = getattr(module, own.split(".")[0], None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +28,10 @@ def rotary_of(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Ro
     if apply is None:
         return None
     try:
-        found = [_layout(_rotate_units(apply, cos, sin, head_dim)) for cos, sin in _tables(model, head_dim)]
+        found = {_layout(_rotate_units(apply, cos, sin, head_dim)) for cos, sin in _tables(model, head_dim)}
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError):
         return None  # a class of another build: nothing is known, and methods that need to know refuse
-    return _common(found)
-
-
-def _common(found: list[Rotary | None]) -> Rotary | None:
-    """What all kinds of layers have in common: the layout, and no plane slower than in any of them."""
-    known = [rotary for rotary in found if rotary is not None]
-    if len(known) < len(found) or len(set(known)) != 1:
-        return None
-    return replace(known[0], angles=tuple(map(max, *(rotary.angles for rotary in known), known[0].angles)))
+    return found.pop() if len(found) == 1 else None
 
 
 def _tables(model: PreTrainedModel, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,8 +76,7 @@ def _layout(turned: Tensor) -> Rotary | None:
     }
     for layout, planes in pairs.items():
         if _turns_only(turned, planes):
-            turns = [turned[a, b].atan2(turned[a, a]) / _POSITION for a, b in planes]
-            return Rotary(layout, dim, tuple(abs(float(turn)) for turn in turns))
+            return Rotary(layout, dim)
     return None
 
 

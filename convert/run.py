@@ -151,8 +151,7 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
     with progress(plan.method_name, len(blocks)) as advance, torch.no_grad():
         for block in blocks:
             moment = None if statistics is None else statistics.second_moment(block.layer)
-            reach = 0 if statistics is None else statistics.reach
-            context = MethodContext(block.layer, seed, plan.family.initializer_range, moment, reach)
+            context = MethodContext(block.layer, seed, plan.family.initializer_range, moment)
             for name, tensor in new_tensors(plan, block, context).items():
                 writer.put(name, tensor)
             advance()

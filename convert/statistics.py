@@ -18,9 +18,8 @@ from ..checkpoint.header import encode_header
 from ..errors import CheckpointError, UsageError
 
 _KIND, _KIND_VALUE = "kind", "headfold statistics 1"
-SOURCE, TOKENS, BLOCK, REACH = "source_digest", "tokens", "block", "reach"
-"""Keys of the metadata: which checkpoint the statistics are of, from how many tokens, in blocks of how many, and over
-how many the result will attend."""
+SOURCE, TOKENS = "source_digest", "tokens"
+"""Keys of the metadata: which checkpoint the statistics are of, and from how many tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Statistics:
 
     Attributes:
         layers: how many layers it holds.
-        metadata: which source, which text, how many tokens; see ``SOURCE`` and what follows it.
+        metadata: which source, which text, how many tokens; see ``SOURCE`` and ``TOKENS``.
     """
 
     file: Path
@@ -59,11 +58,6 @@ class Statistics:
     def tokens(self) -> int:
         """Tokens that the means are over."""
         return int(self.metadata[TOKENS])
-
-    @property
-    def reach(self) -> int:
-        """Over how many tokens the result will attend: a block of the text, or more; 0 where the file does not say."""
-        return int(self.metadata.get(REACH, self.metadata.get(BLOCK, 0)))
 
     def second_moment(self, layer: int) -> Tensor:
         """(C+1)×(C+1), float64; of cross-attention (2, C+1, C+1): what keys and values, and what queries are made of.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.load import load_language_model
+from ..console import warn
 from ..corpus import Document
 from ..errors import UsageError
 from ..spans import MEAN_SPAN, NOISE_DENSITY
@@ -82,12 +83,15 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
     too_long = settings.window is not None and limit is not None and settings.window > limit
     window = choose_window(settings.window, limit, too_long and _has_learned_positions(subjects[0]))
     asking = _asking(settings, subjects[0], window)
+    dtype = choose_dtype(settings.dtype, subjects[0].config, device)
+    if dtype == torch.float16 and subjects[0].config.model_type.endswith("t5"):
+        warn("What T5 computes overflows float16; take --dtype bfloat16 or float32 if numbers are not finite.")
     asked = default_stride(window) if settings.stride is None else settings.stride
     lengths = settings.needle_lengths
     needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
     return Protocol(
         device=device,
-        dtype=choose_dtype(settings.dtype, subjects[0].config, device),
+        dtype=dtype,
         window=window,
         stride=min(asked, window - 1) if asking is None else window,
         batch_size=settings.batch,
@@ -101,11 +105,15 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
 
 
 def _asking(settings: EvalSettings, source: Subject, window: int) -> Asking | None:
+    column, spans = settings.target_column is not None, (settings.noise_density, settings.mean_span)
+    if source.writes and column and spans != (NOISE_DENSITY, MEAN_SPAN):
+        raise UsageError(
+            "--noise-density and --mean-span would change nothing: with a target column no spans are cut out.",
+            "Leave them out, or leave --target-column out.",
+        )
     if source.writes:
-        column = settings.target_column is not None
-        return Asking(window, column, settings.noise_density, settings.mean_span)
-    given = (settings.target_column, settings.noise_density, settings.mean_span)
-    if given != (None, NOISE_DENSITY, MEAN_SPAN):
+        return Asking(window, column, *spans)
+    if column or spans != (NOISE_DENSITY, MEAN_SPAN):
         raise UsageError(
             f"{source.name} has no encoder, so it is asked for no targets.",
             "Leave out --target-column, --noise-density and --mean-span.",

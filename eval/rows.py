@@ -33,7 +33,12 @@ def table_rows(results: Result) -> list[Row]:
             lambda pair: interval_or_dash(pair["perplexity_ratio"], change),
         ),
         _row("Bits per byte", "any tokenizer", models, lambda model: with_interval(model["bits_per_byte"], number)),
-        _paired("KL to the source", "nats per token", models, lambda pair: interval_or_dash(pair["kl_nats"], number)),
+        _paired(
+            "KL to the source",
+            "nats per target token" if writes else "nats per token",
+            models,
+            lambda pair: interval_or_dash(pair["kl_nats"], number),
+        ),
         _paired(
             "Same top token", "as the source", models, lambda pair: interval_or_dash(pair["same_top_token"], percent)
         ),

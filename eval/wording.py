@@ -172,7 +172,8 @@ def protocol(results: Result) -> list[tuple[str, str]]:
     """What somebody needs to measure the same again, as pairs of word and value."""
     made = results["protocol"]
     text = f"{made['corpus']} ({made['revision']}), sha256 {made['text_sha256'][:16]}"
-    amount = f"{made['tokens']:,} tokens, {made['utf8_bytes']:,} bytes, {made['documents']:,} documents"
+    size = "target tokens" if of_targets(results) else f"tokens, {made['utf8_bytes']:,} bytes"
+    amount = f"{made['tokens']:,} {size}, {made['documents']:,} documents"
     if made["skipped"]:
         amount += f", {made['skipped']:,} empty ones skipped"
     if made["truncated"]:

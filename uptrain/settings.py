@@ -55,7 +55,7 @@ class UptrainSettings(BaseModel):
     optimizer: Literal["adamw", "adafactor"] = Field(
         "adamw", description="adamw, or adafactor as T5 was trained with, whose state is small"
     )
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    learning_rate: float = Field(4e-4, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(0.1, ge=0, le=1, description="share of the peak at the last step")
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"

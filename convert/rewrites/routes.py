@@ -69,10 +69,11 @@ class Route:
 
     def describe(self) -> str:
         """What the user gets."""
+        used = {target: [groups for groups in self.groups if self.target(groups) is target] for target in self.targets}
+        used = {target: groups for target, groups in used.items() if groups}
         told = []
-        for target in self.targets:
-            groups = [groups for groups in self.groups if self.target(groups) is target]
-            which = f" with {' or '.join(map(str, groups))} KV heads" if len(self.targets) > 1 else ""
+        for target, groups in used.items():
+            which = f" with {' or '.join(map(str, groups))} KV heads" if len(used) > 1 else ""
             told.append(f"Rewritten exactly as {target.model_type} ({target.class_name}){which}.")
             told += [target.runs, target.fails]
         return " ".join(told)

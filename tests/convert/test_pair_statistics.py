@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from headfold import cli
 from headfold.checkpoint.load import load_seq2seq_lm
+from headfold.checkpoint.record import last_entry
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
 from headfold.convert.energy import extended, rotary_rows, score_energy
 from headfold.convert.heads import Rotary
@@ -142,6 +144,25 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
     assert all((one.total < 1e-3) == (one.groups == 2) for one in damage)
     again = convert_calibrated(plan, tmp_path / "again", Calibration(None, statistics=kept))
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
+    options = ["--groups", "2", "--encoder", "--calibration", str(text), "--calibration-tokens", "400", "--block", "24"]
+    for last in (["--dry-run"], []):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["convert", str(tiny_t5), *options, "-o", str(tmp_path / "out"), *last])
+        assert not ended.value.code
+        told = capsys.readouterr()
+        assert "headfold_t5" in told.out + told.err
+        assert "trust_remote_code=True" in (told.out + told.err).replace("\n", " ")
+        assert (tmp_path / "out").exists() == (not last)
+    entry = last_entry(tmp_path / "out", "convert")
+    assert entry is not None
+    assert (entry["method"], entry["grouping"], entry["encoder_converted"]) == ("folded", "contiguous", True)
+    assert entry["statistics"]["block"] == "24"
+    assert entry["refinement"] is None
+    config = load_seq2seq_lm(tmp_path / "out").config
+    assert config.num_key_value_heads == config.encoder_num_key_value_heads == 2
 
 
 def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Path, tmp_path: Path) -> None:

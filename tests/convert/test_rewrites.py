@@ -14,7 +14,7 @@ from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.inspect import inspect_checkpoint, predict_damage
-from headfold.convert.rewrites.routes import ROWS
+from headfold.convert.rewrites.routes import ROWS, route_of
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from tiny import logits_of, tiny_model
@@ -167,9 +167,9 @@ def test_gq042_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
 
 
 def test_falcon_heads_with_slopes_of_their_own_are_not_regrouped(tmp_path: Path) -> None:
-    model = with_equal_heads("falcon-rw")
-    made = load_causal_lm(_convert(model, "falcon-rw", tmp_path, method="folded", grouping="similarity")).eval()
-    assert difference(model, made) < 1e-4
+    with pytest.raises(UnsupportedError, match="ALiBi"):
+        _convert(with_equal_heads("falcon-rw"), "falcon-rw", tmp_path, method="folded", grouping="similarity")
+    assert plan_conversion(tmp_path / "source", groups=1, method="folded", grouping=None).grouping == "contiguous"
 
 
 @pytest.mark.parametrize(("route", "groups"), [("falcon-rw", 2), ("bigcode", 2), ("gpt2", 3)])
@@ -307,6 +307,7 @@ def test_inspect_names_the_route(tmp_path: Path) -> None:
     assert [set(row.devices["vLLM"].values()) == {"refused"} for row in neox.cache] == [False, True, True]
     assert neox.route is not None
     assert "phi" in neox.route
+    assert gpt2.parameters == sum(weight.numel() for weight in tiny_model("gpt2").parameters())
     assert [row.groups for row in gpt2.cache] == [4, 2, 1]
     assert [row.bytes_per_token for row in gpt2.cache] == [1024, 512, 256]
     assert [set(row.devices["vLLM"].values()) == {"refused"} for row in gpt2.cache] == [False, True, False]
@@ -314,6 +315,9 @@ def test_inspect_names_the_route(tmp_path: Path) -> None:
     assert "as gpt_bigcode (GPTBigCodeForCausalLM) with 1 or 4 KV heads" in gpt2.route
     assert "as headfold_decoder (HeadfoldDecoderForCausalLM) with 2 KV heads" in gpt2.route
     assert "trust_remote_code=True" in gpt2.route
+    two_heads = route_of({"model_type": "gpt2", "n_head": 2, "n_embd": 32})
+    assert two_heads is not None
+    assert OWN not in two_heads.describe()  # one group or two: there is nothing in between
 
 
 def test_a_quantised_source_is_refused_before_it_is_rewritten(tmp_path: Path) -> None:

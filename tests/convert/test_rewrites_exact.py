@@ -223,6 +223,29 @@ def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: P
     assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-6
 
 
+def test_bloom_as_published_without_prefix_and_with_old_names_of_its_settings(tmp_path: Path) -> None:
+    model = tiny_model("bloom")
+    source = save(model, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head"), "n_inner": None}
+    (source / "config.json").write_text(json.dumps(config))
+    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-5
+
+
+def test_gpt_neo_as_published_with_masks_among_its_weights(tmp_path: Path) -> None:
+    model = tiny_model("gpt_neo", **GLOBAL_LOCAL, window_size=4)
+    source = save(model, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    for index in range(2):
+        tensors[f"transformer.h.{index}.attn.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
+        tensors[f"transformer.h.{index}.attn.attention.masked_bias"] = torch.tensor(-1e9)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-5
+
+
 def test_config_has_the_keys_that_transformers_4_reads(tmp_path: Path) -> None:
     over = {"rope_parameters": LINEAR, "bos_token_id": 3, "eos_token_id": 4}
     out = rewrite(save(tiny_model("gpt_neox", **over), tmp_path / "source"), tmp_path / "out")

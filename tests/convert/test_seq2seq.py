@@ -136,6 +136,37 @@ def test_cached_generation_is_uncached_generation_and_both_caches_shrink(made: M
         assert [layer.keys.shape[1] for layer in part.layers] == [GROUPS] * 2
 
 
+def test_beams_static_caches_and_attention_weights(made: Made) -> None:
+    assert greedy(made.own, num_beams=3) == greedy(made.native, num_beams=3)
+    assert greedy(made.own, cache_implementation="static") == greedy(made.own)
+    eager = native(made.source)
+    eager.set_attn_implementation("eager")
+    real = inputs(eager.config)["decoder_attention_mask"].bool()
+    with torch.no_grad():
+        shown, expected = (
+            model(**inputs(eager.config), output_attentions=True, output_hidden_states=True)
+            for model in (made.own, eager)
+        )
+    for name in ("decoder_attentions", "cross_attentions"):
+        for mine, theirs in zip(shown[name], expected[name], strict=True):
+            torch.testing.assert_close(mine.transpose(1, 2)[real], theirs.transpose(1, 2)[real], atol=1e-5, rtol=1e-4)
+    for mine, theirs in zip(shown.decoder_hidden_states, expected.decoder_hidden_states, strict=True):
+        torch.testing.assert_close(mine[real], theirs[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_as_the_source_does(made: Made, dtype: torch.dtype) -> None:
+    own = load_seq2seq_lm(made.folder, dtype=dtype).eval()
+    half = transformers.AutoModelForSeq2SeqLM.from_pretrained(made.source, dtype=dtype).eval()
+    assert {name: weight.dtype for name, weight in own.named_parameters()} == {
+        name: weight.dtype for name, weight in half.named_parameters() if name in own.state_dict()
+    }
+    exact, mine, theirs = logits(made.native), logits(own).float(), logits(half).float()
+    rounding = (theirs - exact).abs().max()
+    assert (mine - exact).abs().max() < 2 * rounding
+    assert rounding > 0
+
+
 def test_saved_and_loaded_again_it_is_the_same(made: Made, tmp_path: Path) -> None:
     made.own.save_pretrained(tmp_path / "again")
     own = OWN_TYPES[made.own.config.model_type]

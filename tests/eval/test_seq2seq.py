@@ -131,6 +131,8 @@ def test_a_pair_is_compared_with_pairs_alone(tiny_t5, tiny_checkpoint, words_fil
     asked = EvalSettings(data=str(pairs_file), source_column="input", target_column="answer.back", **QUICK)
     with pytest.raises(UsageError, match="no encoder"):
         compare(str(tiny_checkpoint), [], out=tmp_path / "report", settings=asked)
+    with pytest.raises(UsageError, match="would change nothing"):
+        compare(str(tiny_t5), [], out=tmp_path / "report", settings=asked.model_copy(update={"mean_span": 2.0}))
     assert not list(tmp_path.iterdir())
 
 
@@ -215,3 +217,32 @@ def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
             logits, cache = _forward(model, found[-1], cache, inputs)
             found.append(logits.argmax(-1, keepdim=True))
     assert torch.cat(found, dim=1)[:, :4].tolist() == expected[:, :4].tolist()
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
+def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
+    from headfold.eval.protocol import settle
+    from headfold.eval.subjects import open_subjects
+
+    settle(EvalSettings(dtype=dtype), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
+    assert ("overflows float16" in capfd.readouterr().err.replace("\n", " ")) is warned
+
+
+@pytest.mark.parametrize("model_type", ["bart", "m2m_100"])
+def test_converted_ones_are_scored_by_their_own_loss_and_both_caches_shrink(model_type, tmp_path):
+    from headfold import convert_checkpoint
+    from tiny import tiny_pair
+
+    tiny_pair(model_type).save_pretrained(tmp_path / "source")
+    model = load_language_model(convert_checkpoint(tmp_path / "source", tmp_path / "few", groups=2)).eval()
+    pairs = [Pair(list(range(5, 5 + length)), list(range(40, 41 + length // 2))) for length in (9, 4, 7)]
+    nats = score(model, [TargetDocument("a", pairs)], batch_size=2).total().nll_nats
+    own = 0.0
+    for pair in pairs:
+        ids_BS, _, labels_BT = padded([pair], 0)
+        with torch.no_grad():
+            own += float(model(input_ids=ids_BS, labels=labels_BT).loss) * len(pair.target)
+    assert nats == pytest.approx(own, rel=1e-5)
+    sizes = [measure_cache(model), measure_cross_cache(model)]
+    assert [size.kv_heads for size in sizes] == [[2, 2], [2, 2]]
+    assert {size.bytes_per_token for size in sizes} == {cache_formula(model.config, 4)} == {512.0}

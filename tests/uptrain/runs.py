@@ -20,3 +20,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def metrics(folder: Path, kind: str) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "headfold_metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
+
+
+def called(command, *arguments: str) -> None:
+    """A command as the command line calls it."""
+    import typer
+
+    app = typer.Typer()
+    app.command()(command)
+    app(list(arguments), standalone_mode=False)

@@ -15,9 +15,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from headfold import recipes
 from headfold.errors import HeadfoldError, UsageError
 from headfold.uptrain import launch as launching
-from headfold.uptrain.command import _settings
-from headfold.uptrain.launch import Layout, as_options, find_launch, read_layout, without_launch
-from headfold.uptrain.settings import UptrainSettings
+from headfold.uptrain.launch import Layout, find_launch, read_layout, without_launch
+from runs import called
 
 CONFIGS = sorted((Path(recipes.__file__).parent / "accelerate").glob("*.yaml"))
 LAYOUTS = {
@@ -94,75 +93,6 @@ def test_a_bad_launch_config_is_refused_before_anything_starts(tmp_path, monkeyp
         called(uptrain_command, *options, "ddp-8")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--dry-run", "--device-memory", "nan"], "--device-memory nan"),
-        (["--dry-run", "--device-memory", "inf"], "--device-memory inf"),
-        (["--dry-run", "--device-memory", "0"], "--device-memory 0"),
-        (["--device-memory", "80"], "--device-memory goes with --dry-run"),
-        (["--measure"], "--measure goes with --dry-run"),
-        (["--teacher", "x", "--no-teacher"], "contradict"),
-        (["--no-teacher", "--temperature", "1"], "--temperature would change nothing: there is no teacher"),
-        (
-            ["--no-teacher", "--divergence", "reverse", "--distillation-weight", "0.5"],
-            "-weight and --divergence would",
-        ),
-        (["--no-teacher", "--hidden-weight", "1"], "--hidden-weight would change nothing"),
-        (["--eval-every", "5"], "--eval-every would change nothing: no held-out text"),
-        (["--eval-tokens", "500"], "--eval-tokens would change nothing"),
-        (["--tokens", "5", "--pretraining-tokens", "1e6"], "--pretraining-tokens would change nothing"),
-        (["--schedule", "constant", "--final-learning-rate", "0"], "--final-learning-rate would change nothing"),
-        (["--target-column", "y", "--mean-span", "4"], "--mean-span would change nothing"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options, says):
-    from headfold.uptrain.command import uptrain as uptrain_command
-
-    with pytest.raises(UsageError, match=says):
-        called(uptrain_command, "checkpoint", "-o", "out", "--data", "x", *options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--teacher", "x", "--temperature", "2", "--hidden-weight", "1"],
-        ["--eval-data", "y", "--eval-every", "5", "--eval-tokens", "500"],
-        ["--fraction", "0.05", "--pretraining-tokens", "1e6"],
-        ["--schedule", "linear", "--final-learning-rate", "0"],
-    ],
-)
-def test_the_same_options_are_taken_where_they_mean_something(options, monkeypatch):
-    from headfold.uptrain import command
-
-    looked = []
-    monkeypatch.setattr(command, "_look_ahead", lambda *given: looked.append(given))
-    budget = [] if "--fraction" in options else ["--steps", "1"]
-    called(command.uptrain, "checkpoint", "-o", "out", "--data", "x", "--dry-run", *budget, *options)
-    assert len(looked) == 1
-
-
-def test_a_recipe_says_nothing_in_vain(tmp_path):
-    from headfold.recipes.schema import load_recipe
-
-    file = tmp_path / "recipe.yaml"
-    text = "checkpoint: x\nconvert: {groups: 1}\nuptrain: {steps: 1, eval_every: 5}\n"
-    file.write_text(text)
-    with pytest.raises(UsageError, match="--eval-every would change nothing"):
-        load_recipe(file)
-    file.write_text(text.replace("}\n", ", eval_data: y}\n").replace("{groups: 1, eval_data: y}", "{groups: 1}"))
-    assert load_recipe(file).uptrain.eval_every == 5
-
-
-def called(command, *arguments: str) -> None:
-    """A command as the command line calls it."""
-    import typer
-
-    app = typer.Typer()
-    app.command()(command)
-    app(list(arguments), standalone_mode=False)
-
-
 SRUN = """#!/bin/bash
 echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > timeout
 trap 'sleep 0.3; touch saved; exit 1' TERM
@@ -203,45 +133,6 @@ def test_an_unknown_launch_config_names_the_shipped_ones():
 def test_the_processes_get_the_command_line_without_the_launch():
     assert without_launch(["uptrain", "x", "--launch", "ddp-8", "--steps", "3"]) == ["uptrain", "x", "--steps", "3"]
     assert without_launch(["uptrain", "--launch=ddp-8", "x"]) == ["uptrain", "x"]
-
-
-def test_settings_become_options_and_options_settings():
-    """Every field off its default, through the command line and back."""
-    common = {
-        "data": ("a.jsonl=3", "b.jsonl"), "tokens": 10**12, "block": 7, "batch": 3, "micro_batch": 1,
-        "isolate_documents": True, "train": "kv", "learning_rate": 1e-5, "final_learning_rate": 0, "warmup": 0.5,
-        "schedule": "linear", "weight_decay": 0, "beta1": 0.8, "beta2": 0.9, "clip": 2, "spike": 0, "precision": "bf16",
-        "device": "cpu", "gradient_checkpointing": True, "compile": True, "liger": True, "seed": 5, "log_every": 1,
-        "save_every": 1, "keep": 1, "eval_data": "x", "eval_every": 1, "eval_tokens": 1, "tracker": ("none",),
-    }  # fmt: skip
-    # no command line can have them all: some mean nothing beside others
-    taught = UptrainSettings(
-        **common, teacher="y", distillation_weight=0.5, temperature=2, divergence="reverse", hidden_weight=1,
-        noise_density=0.3, mean_span=2,
-    )  # fmt: skip
-    alone = UptrainSettings(**common, teacher=None, source_column="a.b", target_column="c")
-    for name, field in UptrainSettings.model_fields.items():
-        at_default = {"fraction", "pretraining_tokens", "steps"}  # one budget is all that there can be
-        differing = [one for one in (taught, alone) if getattr(one, name) != field.default]
-        assert differing or name in at_default, name
-    for settings in (taught, alone):
-        assert parsed(as_options(settings)) == settings
-    assert parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"))).teacher == "x"
-
-
-def parsed(options: list[str]) -> UptrainSettings:
-    """What the command makes of options."""
-    import typer
-    from headfold.uptrain import command
-
-    seen = []
-    app = typer.Typer()
-    app.command()(command.uptrain)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_settings", lambda given: seen.append(_settings(given)) or seen[-1])
-        patch.setattr(command, "_look_ahead", lambda *arguments: None)
-        app(["checkpoint", "-o", "out", "--dry-run", *options], standalone_mode=False)
-    return seen[0]
 
 
 FAKE = """

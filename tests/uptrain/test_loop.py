@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
-from headfold.errors import HeadfoldError, Interrupted, TrainingError, UsageError
+from headfold.errors import HeadfoldError, TrainingError, UsageError
 from headfold.uptrain import loop
 from headfold.uptrain.loop import uptrain_checkpoint
 from runs import metrics, same, weights
@@ -85,84 +83,6 @@ def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_pat
     with pytest.raises(UsageError, match=r"learning_rate was 0\.003 and is now 0\.001"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3))
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
-
-
-def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
-    finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
-):
-    wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
-    real = loop.Stepper.__call__
-
-    def signal_at_seven(self, step, ids):
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, step, ids)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(loop.Stepper, "__call__", signal_at_seven)
-    with pytest.raises(Interrupted) as stopped:
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
-    assert stopped.value.exit_code == 75
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert (tmp_path / "out.training" / "step-00000008" / "complete.json").exists()
-    monkeypatch.setattr(loop.Stepper, "__call__", real)
-    assert same(weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)), weights(finished))
-
-
-@pytest.mark.parametrize("at", [0, 7])
-def test_gq086_a_long_step_is_given_up_and_done_again(
-    at, finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
-):
-    """A signal between two micro-batches: the save holds the text and the random state from before the step."""
-    wanted, out = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6), tmp_path / "out"
-    real, seen, random = loop.Stepper._sums, [], []
-
-    def signalled(self, micro):
-        seen.append(micro)
-        if len(seen) == 2 * at + 1:
-            random.append(torch.get_rng_state())
-            os.kill(os.getpid(), signal.SIGTERM)
-            torch.rand(3)  # as dropout would draw
-        return real(self, micro)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Stepper, "_sums", signalled)
-        patch.setattr("headfold.uptrain.step._PATIENCE_SECONDS", 0.0)
-        with pytest.raises(Interrupted, match=f"at step {at} of 12; {'saved' if at else 'there was nothing to save'}"):
-            uptrain_checkpoint(tiny_checkpoint, out, wanted)
-    assert len(seen) == 2 * at + 1
-    assert torch.equal(torch.get_rng_state(), random[0])
-    saves = sorted(save.name for save in (tmp_path / "out.training").glob("step-*"))
-    assert saves == (["step-00000005", "step-00000007"] if at else [])
-    assert same(weights(uptrain_checkpoint(tiny_checkpoint, out, wanted)), weights(finished))
-
-
-@pytest.mark.parametrize("at", [0, 6, 12])
-def test_gq086_an_evaluation_is_given_up_and_made_up_for(
-    at, finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
-):
-    """A signal while held-out text is scored, at the start, in the middle and at the end."""
-    from headfold.uptrain import watch
-
-    wanted, out = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6), tmp_path / "out"
-    real, portions = watch.score, []
-
-    def signalled(*given, **named):
-        portions.append(1)
-        if len(portions) == 25 * at // 6 + 2:  # 25 portions of a block's tokens or somewhat more
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "_PORTION_WINDOWS", 1)
-        patch.setattr(watch, "score", signalled)
-        with pytest.raises(Interrupted, match=f"at step {at} of 12; {'saved' if at else 'there was nothing to save'}"):
-            uptrain_checkpoint(tiny_checkpoint, out, wanted)
-    resumed = uptrain_checkpoint(tiny_checkpoint, out, wanted)
-    assert same(weights(resumed), weights(finished))
-    assert [line["step"] for line in metrics(resumed, "eval")] == [0, 6, 12]
-    points = [[line["perplexity"] for line in metrics(folder, "eval")] for folder in (resumed, finished)]
-    assert points[0] == pytest.approx(points[1], rel=1e-6)
 
 
 def test_saves_are_known_by_their_numbers(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
@@ -272,6 +192,24 @@ def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpo
     assert set(weights(out)) == set(tensors)
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
     assert entry["tensors_left_out"] == ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+@pytest.mark.parametrize("fault", ["empty", "missing", "another shape"])
+def test_gq074_weights_that_are_not_whole_are_not_written(fault, tiny_checkpoint, settings, tmp_path, monkeypatch):
+    """As a sharded state dict that was gathered on one process alone would give them; the saves are kept."""
+    name, real = "model.layers.1.self_attn.k_proj.weight", loop.whole_weights
+
+    def broken(*given):
+        found = real(*given)
+        whole = found.pop(name)
+        return found if fault == "missing" else {**found, name: whole[:0] if fault == "empty" else whole[:-1]}
+
+    monkeypatch.setattr(loop, "whole_weights", broken)
+    with pytest.raises(HeadfoldError, match=name.replace(".", r"\.") if fault != "missing" else None):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.training"]
+    monkeypatch.undo()
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=2)).exists()
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tiny_checkpoint, settings, tmp_path):

@@ -178,9 +178,12 @@ def test_pairs_go_on_in_the_next_pass_without_gap_or_repeat(tiny_t5, pairs_file)
     assert whole[:60] != whole[60:120]
 
 
-def test_long_sides_are_cut_and_keep_their_end(tiny_t5):
-    pair = PairEncoder(load_tokenizer(tiny_t5), 4)("alpha beta gamma delta epsilon", "beta")
+def test_long_sides_are_cut_and_keep_their_end_and_that_is_said_once(tiny_t5, capfd):
+    encode = PairEncoder(load_tokenizer(tiny_t5), 4)
+    pair = encode("alpha beta gamma delta epsilon", "beta")
     assert (len(pair.source), pair.source[-1], len(pair.target)) == (4, 1, 2)
+    encode("alpha beta gamma delta epsilon", "beta")
+    assert capfd.readouterr().err.count("are cut there") == 1
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +349,12 @@ def test_adafactor_learns_resumes_to_the_bit_and_keeps_little(spanned, tiny_t5, 
     assert state < 0.5 * sum(weight.numel() * 4 for weight in weights(tiny_t5).values())
     assert same(weights(uptrain_checkpoint(tiny_t5, tmp_path / "out", wanted)), weights(whole))
     assert not same(weights(whole), weights(spanned[1]))
+
+
+def test_activations_computed_again_teach_the_same(spanned, tiny_t5, tmp_path):
+    wanted = spanned[0].model_copy(update={"gradient_checkpointing": True, "steps": 3, "eval_data": None})
+    plain = wanted.model_copy(update={"gradient_checkpointing": False})
+    again, kept = (uptrain_checkpoint(tiny_t5, tmp_path / name, how) for name, how in (("a", wanted), ("b", plain)))
+    assert [line["loss"] for line in metrics(again, "train")] == pytest.approx(
+        [line["loss"] for line in metrics(kept, "train")], rel=1e-6
+    )
