@@ -128,6 +128,26 @@ def test_all_heads_kept_gives_the_source_s_logits_and_text(made: Made, tmp_path:
     assert greedy(own) == greedy(made.native)
 
 
+def test_gq060_t5_with_equal_heads_and_the_plain_class(tmp_path: Path) -> None:
+    """8 heads of width 8: decoder merged, logits and cached text the source's; the plain class does not take it."""
+    tiny_pair("t5", d_model=64, d_kv=8, num_heads=8).save_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    for name, tensor in tensors.items():
+        if projection(name) in KEYS_AND_VALUES:
+            tensors[name] = tensor.unflatten(0, (8, -1))[[0, 0, 0, 0, 4, 4, 4, 4]].flatten(0, 1).contiguous()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    folder = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
+    source, own = native(tmp_path / "source"), load_seq2seq_lm(folder).eval()
+    assert difference(source, own) < 1e-5
+    assert greedy(own) == greedy(source)
+    result = load_file(folder / "model.safetensors")
+    table = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert torch.equal(result[table], tensors[table])
+    assert result["encoder.block.0.layer.0.SelfAttention.k.weight"].shape == (64, 64)
+    with pytest.raises((RuntimeError, ValueError), match=r"size mismatch|mismatched|ignore_mismatched_sizes"):
+        transformers.T5ForConditionalGeneration.from_pretrained(folder)
+
+
 def test_cached_generation_is_uncached_generation_and_both_caches_shrink(made: Made) -> None:
     assert greedy(made.own) == greedy(made.own, use_cache=False) == greedy(made.native)
     with torch.no_grad():
