@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,12 +66,14 @@ class Corpus:
         revision: what the text is a version of, e.g. ``CPython 3.11.7`` or a commit.
         read: opens a fresh iterator over the documents, always in the same order.
         streamed: the text comes over the network and may not end, so it is known by its name and revision alone.
+        plain: none of it is records, so it has no columns.
     """
 
     spec: str
     revision: str
     read: Callable[[], Iterator[Document]]
     streamed: bool = False
+    plain: bool = False
 
     def __iter__(self) -> Iterator[Document]:
         return self.read()
@@ -98,11 +100,11 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
     Args:
         spec: ``NAME`` or ``NAME#SPLIT``, see the module's text.
         default_split: taken where ``spec`` names none; files have no splits and are taken whole.
-        columns: of its records.
+        columns: of its records; plain text is taken whole, whatever column holds that of others.
 
     Raises:
-        UsageError: no such file, an unknown split, a name that is neither file nor data set, or columns of a text that
-            has none.
+        UsageError: no such file, an unknown split, a name that is neither file nor data set, or a target column of
+            plain text.
         DataError: the corpus holds no text.
     """
     name, _, split = spec.partition("#")
@@ -110,7 +112,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
         raise UsageError(f"The corpus name {spec!r} is empty.", "Try --data stdlib, or the path of a text file.")
     path = Path(name).expanduser()
     if name == "stdlib":
-        _refuse_columns(name, columns)
+        _refuse_target(name, columns)
         corpus = _open_stdlib(split or default_split)
     elif path.exists():
         if split:
@@ -130,12 +132,26 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
     return corpus
 
 
-def _refuse_columns(name: str, columns: Columns) -> None:
-    if columns != TEXT:
-        raise UsageError(
-            f"{name} is plain text and has no columns.",
-            "Name columns of a .jsonl or .parquet file, or of a datasets id.",
-        )
+def refuse_idle_column(corpora: Sequence[Corpus], columns: Columns) -> None:
+    """Raise where a column of the text is named and no corpus has columns.
+
+    Raises:
+        UsageError: so it is.
+    """
+    if columns.text != TEXT.text and all(corpus.plain for corpus in corpora):
+        raise _no_columns(" and ".join(corpus.spec for corpus in corpora))
+
+
+def _refuse_target(name: str, columns: Columns) -> None:
+    if columns.target is not None:
+        raise _no_columns(name)
+
+
+def _no_columns(name: str) -> UsageError:
+    return UsageError(
+        f"{name} is plain text and has no columns.",
+        "Name columns of a .jsonl or .parquet file, or of a datasets id.",
+    )
 
 
 def _open_stdlib(split: str) -> Corpus:
@@ -149,7 +165,7 @@ def _open_stdlib(split: str) -> Corpus:
             yield Document(module, (root / module).read_text(encoding="utf-8", errors="replace"))
 
     version = ".".join(map(str, sys.version_info[:3]))
-    return Corpus(f"stdlib#{split}", f"CPython {version}", read)
+    return Corpus(f"stdlib#{split}", f"CPython {version}", read, plain=True)
 
 
 def _stdlib_modules(root: Path) -> list[str]:
@@ -186,13 +202,14 @@ def _open_files(path: Path, columns: Columns) -> Corpus:
             )
     for file in files:
         if file.suffix not in _RECORDS:
-            _refuse_columns(str(file), columns)
+            _refuse_target(str(file), columns)
 
     def read() -> Iterator[Document]:
         for file in files:
             yield from _read_file(file, columns)
 
-    return Corpus(str(path), "local file" if path.is_file() else "local folder", read)
+    plain = not any(file.suffix in _RECORDS for file in files)
+    return Corpus(str(path), "local file" if path.is_file() else "local folder", read, plain=plain)
 
 
 def _read_file(file: Path, columns: Columns) -> Iterator[Document]:

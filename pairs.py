@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .console import warn
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,26 +30,39 @@ class PairEncoder:
 
     Args:
         tokenizer: of the checkpoint; no token is added to it.
-        longest: tokens that a side may have; a longer one is cut, its last token (EOS, or a language) kept.
+        longest: tokens that a side may have; of a longer one the text is cut, and what the tokenizer adds is kept.
+
+    Raises:
+        UsageError: the tokenizer was not told which language the targets are in, or a side has no room for text.
     """
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
+        if getattr(tokenizer, "tgt_lang", "") is None:
+            raise UsageError(
+                "The tokenizer knows many languages and does not say which one the targets are in.",
+                'State both in its tokenizer_config.json, such as "src_lang": "en_XX", "tgt_lang": "ro_RO".',
+            )
+        added = tokenizer.num_special_tokens_to_add()
+        if longest <= added:
+            raise UsageError(
+                f"{longest} tokens leave no room for text: the tokenizer adds {added} to each side.",
+                "Give a larger --block (of eval: --window).",
+            )
         self._tokenizer, self._longest = tokenizer, longest
         self._said = False
 
     def __call__(self, source: str, target: str) -> Pair:
-        # verbose=False: what is longer than the model's context is cut below
-        read = self._tokenizer(source, verbose=False)["input_ids"]
-        written = self._tokenizer(text_target=target, verbose=False)["input_ids"]
-        return Pair(self._cut(list(read)), self._cut(list(written)))
+        return Pair(self._ids(text=source), self._ids(text_target=target))
 
-    def _cut(self, ids: list[int]) -> list[int]:
+    def _ids(self, **text: str) -> list[int]:
+        # verbose=False: what is longer than the model's context is cut below
+        ids = list(self._tokenizer(**text, verbose=False)["input_ids"])
         if len(ids) <= self._longest:
             return ids
         if not self._said:
             warn(f"Texts of more than {self._longest} tokens are cut there; one has {len(ids)}.")
             self._said = True
-        return [*ids[: self._longest - 1], ids[-1]]
+        return list(self._tokenizer(**text, truncation=True, max_length=self._longest)["input_ids"])
 
 
 def padded(pairs: Sequence[Pair], pad: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Span corruption, the objective that T5 was pretrained with (Raffel et al. 2020, arXiv 1910.10683, §3.1.4).
 
 Some spans of a text are cut out. The source is the text with a sentinel in the place of each, the target the sentinels,
-each with the tokens that stood there. In the paper's figure 2::
+each with the tokens that stood there. The sentence of the paper's figure 2 as T5's code has it, which leaves out the
+figure's last sentinel::
 
     text     Thank you for inviting me to your party last week
     source   Thank you <X> me to your party <Y> week </s>
@@ -74,21 +75,34 @@ class SpanCorruption:
             tokens += 1
         if self.lengths(tokens)[0] > block:
             raise UsageError(f"A block of {block} tokens is too small for span corruption.", "Give --block 8 or more.")
+        self.require(tokens)
+        return tokens
+
+    def require(self, tokens: int) -> None:
+        """Refuse texts of a length of which no pair can be made.
+
+        Raises:
+            UsageError: ``tokens`` are too few for a span, or need more sentinels than there are.
+        """
+        if tokens < 2:
+            raise UsageError(f"{tokens} tokens are too few to cut a span out.", "Give --block 8 or more.")
         spans = self._noise(tokens)[1]
         if spans > len(self.sentinels):
             raise UsageError(
-                f"A block of {block} tokens has {spans} spans cut out, and the tokenizer has "
-                f"{len(self.sentinels)} sentinels.",
+                f"{tokens} tokens have {spans} spans cut out, and the tokenizer has {len(self.sentinels)} sentinels.",
                 "Give a smaller --block, or longer spans (--mean-span).",
             )
-        return tokens
 
     def __call__(self, ids: list[int], draw: random.Random) -> Pair:
-        """Cut spans out of these tokens, two at least.
+        """Cut spans out of these tokens.
 
         As many tokens and spans as :meth:`lengths` counts, whatever is drawn. Text and spans take turns, text first;
         how long each is, is drawn from all ways of dividing the tokens with equal chance.
+
+        Raises:
+            UsageError: see :meth:`require`.
         """
+        self.require(len(ids))
         noise, spans = self._noise(len(ids))
         kept_runs = _divide(len(ids) - noise, spans, draw)
         noise_runs = _divide(noise, spans, draw)

@@ -146,7 +146,7 @@ def now() -> float:
 
 def run_ours(options: argparse.Namespace) -> dict[str, float]:
     """The run that `headfold uptrain` makes, fed with prepared batches."""
-    from headfold.uptrain.cost import flops_per_token
+    from headfold.uptrain.cost import Shape, flops_per_token
     from headfold.uptrain.devices import peak_flops
     from headfold.uptrain.loop import open_run
     from headfold.uptrain.settings import UptrainSettings
@@ -171,7 +171,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     found = {"tokens_per_second": rate, "peak_bytes": peak.bytes, "loss": statistics.fmean(losses)}
     promised = peak_flops(run.accelerator.device)
     if promised:
-        found["mfu"] = rate * flops_per_token(run.model) / promised
+        found["mfu"] = rate * flops_per_token(Shape.of(run.model)) / promised
     return found
 
 

@@ -190,7 +190,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
     """The checkpoint's own tokenizer.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it needs a package that is not installed.
     """
     from transformers import AutoTokenizer
 
@@ -202,4 +202,10 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded: {str(problem).strip().splitlines()[0]}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights.",
+        ) from problem
+    except ImportError as problem:
+        said = " ".join(str(problem).split()).split(". ")[0]  # what follows is how to restart a notebook
+        raise CheckpointError(
+            f"The tokenizer of {folder} needs a package that is not installed: {said}.",
+            "Install it (often: pip install sentencepiece), or put a tokenizer.json beside the weights.",
         ) from problem

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import console
-from ..checkpoint.load import load_config, load_language_model
+from ..checkpoint.load import is_seq2seq, load_config, load_language_model
 from ..corpus import Corpus, Encoder
 from ..errors import DataError, UnsupportedError
 from .statistics import TOKENS, Statistics, Sums, writing_statistics
@@ -146,7 +146,7 @@ def load_for_calibration(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     places = {"": "disk"} if torch.device(device).type == "cpu" else "auto"
-    pair = getattr(load_config(folder, trust_remote_code=trust_remote_code), "is_encoder_decoder", False)
+    pair = is_seq2seq(load_config(folder, trust_remote_code=trust_remote_code))
     return (AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM).from_pretrained(
         folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
     )

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoint.modelling import OWN_TYPES
 from ..checkpoint.source import Checkpoint
+from ..errors import UnsupportedError
 from .families import HeadCounts, find_family, head_counts, no_setting, setting_counts
 from .folding import predicted_loss
 from .methods import MethodContext
 from .projections import read_attention
 from .rewrites.routes import Route, rewritten, route_of, target_config
+from .rewrites.targets import Target
 from .seq2seq import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 from .settings import with_kv_heads
@@ -86,7 +89,7 @@ def inspect_checkpoint(
         UnsupportedError: the type is unknown or has no KV-head setting.
     """
     checkpoint = Checkpoint.open(source, revision=revision, weights=False)
-    route = route_of(checkpoint.config)
+    route, lacking = _runnable(route_of(checkpoint.config))
     config = _widest(checkpoint, route)
     counts = head_counts(config)
     cls = model_class(config)
@@ -121,8 +124,31 @@ def inspect_checkpoint(
             )
             for groups in reversed(setting_counts(counts.settings[0]))
         ],
-        route=described_pair(checkpoint.config) if route is None else route.describe(),
+        route=described_pair(checkpoint.config) if route is None else " ".join([route.describe(), *lacking]),
     )
+
+
+def _runnable(route: Route | None) -> tuple[Route | None, list[str]]:
+    """The route without the types that the installed transformers cannot run, and why it cannot.
+
+    Raises:
+        UnsupportedError: none is left.
+    """
+    if route is None:
+        return None, []
+    kept: list[Target] = []
+    lacking: list[UnsupportedError] = []
+    for target in route.targets:
+        own = OWN_TYPES.get(target.model_type)
+        try:
+            if own is not None:
+                own.classes()
+            kept.append(target)
+        except UnsupportedError as problem:
+            lacking.append(problem)
+    if lacking and not kept:
+        raise lacking[0]
+    return replace(route, targets=tuple(kept)), [problem.message for problem in lacking]
 
 
 def _widest(checkpoint: Checkpoint, route: Route | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import console
-from ..errors import DataError, UnsupportedError
+from ..errors import UnsupportedError
 from ..spans import SpanCorruption
 from .blocks import Block
 from .seq2seq import side
@@ -29,7 +29,7 @@ def corrupted(blocks_NB: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor,
 
     Raises:
         UnsupportedError: the tokenizer has no sentinels, so the model was not trained to fill in spans.
-        DataError: a block needs more sentinels than there are.
+        UsageError: a block is too short for a span, or needs more sentinels than there are.
     """
     try:
         corrupt = SpanCorruption.of(tokenizer)
@@ -40,12 +40,7 @@ def corrupted(blocks_NB: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor,
             "Leave --calibration out: mean, first, random, aligned and folded work without.",
         ) from problem
     tokens = blocks_NB.shape[1]
-    spans = (sum(corrupt.lengths(tokens)) - 2 - tokens) // 2
-    if spans > len(corrupt.sentinels):
-        raise DataError(
-            f"{tokens} tokens have {spans} spans cut out, and the tokenizer has {len(corrupt.sentinels)} sentinels.",
-            "Give a smaller --block.",
-        )
+    corrupt.require(tokens)
     draw = random.Random(seed)
     pairs = [corrupt(block, draw) for block in blocks_NB.tolist()]
     return torch.tensor([pair.source for pair in pairs]), torch.tensor([pair.target for pair in pairs])

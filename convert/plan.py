@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from ..checkpoint.modelling import admit
 from ..checkpoint.shards import resharded
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
@@ -179,7 +180,9 @@ def make_plan(
     grouping: str | None = "contiguous",
     encoder: bool = False,
 ) -> Plan:
-    """Decide what to do with every tensor; nothing is written and no weight is read.
+    """Decide what to do with every tensor; nothing is written.
+
+    Of weights, embeddings and heads that may be copies of each other are compared; no other is read.
 
     Args:
         grouping: None for the better one of those that the family allows.
@@ -195,6 +198,7 @@ def make_plan(
     if grouping not in (None, *GROUPINGS):
         raise UsageError(f"There is no grouping {grouping}.", f"Groupings: {', '.join(GROUPINGS)}.")
     refuse_quantised(source)
+    admit(source.config, source.folder)
     source = as_own(rewritten(source, groups))
     family = find_family(source, groups, encoder=encoder)
     grouping = grouping or _default_grouping(method, family)

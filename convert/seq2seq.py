@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..checkpoint.modelling import OWN_TYPES, OwnType, own_config, own_type
-from ..checkpoint.source import Checkpoint
+from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..errors import CheckpointError, UnsupportedError
 from .rewrites.checkpoint import RetypedCheckpoint
 from .rewrites.routes import names_tokenizer
@@ -25,6 +25,8 @@ from .shapes import quiet_transformers, resolved_config
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 HEAD, EMBEDDINGS = "lm_head.weight", ("shared.weight", "model.shared.weight")
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_ROWS = 4096
 DECODER, ENCODER = "num_key_value_heads", "encoder_num_key_value_heads"
 """Where config.json of our encoder-decoders keeps the KV heads of the two sides."""
 _IDS = ("bos_token_id", "decoder_start_token_id")
@@ -64,10 +66,7 @@ def _bart_settings(**kind: Any) -> Callable[[Checkpoint, Any], dict[str, Any]]:
 
     def settings(checkpoint: Checkpoint, config: Any) -> dict[str, Any]:
         if not getattr(config, "share_encoder_decoder_embeddings", True):
-            raise UnsupportedError(
-                f"This {config.model_type} checkpoint has one embedding for the encoder and another for the decoder, "
-                "which headfold's code for it has not."
-            )
+            raise _two_embeddings(config)
         stored = any(name.endswith("embed_positions.weight") for name in checkpoint.tensors)
         table = {"positions": "table"} if stored and kind["positions"] == "waves" else {}
         return {**kind, **table, "logits_bias": "final_logits_bias" in checkpoint.tensors}
@@ -97,6 +96,13 @@ PAIRS: dict[str, Pair] = {
         "headfold_bart", ("M2M100ForConditionalGeneration", "M2M100Model"), _bart_settings(**_PRE, **_PAST_PADDING)
     ),
 }
+
+
+def _two_embeddings(config: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"This {config.model_type} checkpoint has one embedding for the encoder and another for the decoder, which "
+        "headfold's code for it has not."
+    )
 
 
 def is_own_pair(config: dict[str, Any]) -> bool:
@@ -151,6 +157,8 @@ def own_target_config(checkpoint: Checkpoint) -> dict[str, Any]:
     named = checkpoint.config.get("architectures") or pair.classes[:1]
     if not isinstance(named, (list, tuple)) or not set(named) & set(pair.classes):
         raise UnsupportedError(f"Of type {source_type}, only {pair.classes[0]} can be converted, not {named}.")
+    if not all(_is_embedding(checkpoint, name) for name in checkpoint.tensors if name.endswith(_COPIES)):
+        raise _two_embeddings(resolved)
     wanted = inspect.signature(pair.type.classes()[0].__init__).parameters
     settings = {name: getattr(resolved, name) for name in wanted if hasattr(resolved, name)}
     decoder, encoder = query_heads(resolved)
@@ -174,8 +182,19 @@ def _ties_head(checkpoint: Checkpoint, resolved: Any) -> bool:
     """True when the output head is the embedding: it is not in the files, or there it is the same."""
     if not resolved.tie_word_embeddings or HEAD not in checkpoint.tensors:
         return bool(resolved.tie_word_embeddings)
-    embedding = next((name for name in EMBEDDINGS if name in checkpoint.tensors), None)
-    return embedding is None or torch.equal(checkpoint.read(HEAD), checkpoint.read(embedding))
+    return _is_embedding(checkpoint, HEAD)
+
+
+def _is_embedding(checkpoint: Checkpoint, name: str) -> bool:
+    """True when this tensor has the numbers of the shared embedding, or that is not in the files."""
+    embedding = next((shared for shared in EMBEDDINGS if shared in checkpoint.tensors), None)
+    if embedding is None:
+        return True
+    here, there = (checkpoint.read(one) for one in (name, embedding))
+    if here.shape != there.shape:
+        return False
+    slices = zip(here.split(_ROWS), there.split(_ROWS), strict=True)  # so that little of them is in memory
+    return all(torch.equal(mine.double(), theirs.double()) for mine, theirs in slices)
 
 
 def described_pair(config: dict[str, Any]) -> str | None:
@@ -213,14 +232,23 @@ def refuse_refinement(config: dict[str, Any]) -> None:
 
 
 def settle_generation(source: Checkpoint, folder: Path) -> None:
-    """Write how an encoder-decoder generates where config.json alone said so: transformers asks its own classes only.
+    """Write how a checkpoint generates where config.json alone said so: as another type it would lose a part of that.
+
+    What the source's class has as defaults (BART forces the last token) counts where config.json is silent.
 
     Args:
         source: as it is on disk.
     """
-    if source.config.get("model_type") in PAIRS and not (folder / GENERATION_CONFIG_NAME).exists():
-        with quiet_transformers():
-            GenerationConfig.from_model_config(resolved_config(source.config)).save_pretrained(folder)
+    if (folder / GENERATION_CONFIG_NAME).exists():
+        return
+    with quiet_transformers():
+        usual = GenerationConfig.from_model_config(resolved_config(source.config))
+        said = GenerationConfig.from_pretrained(source.folder, config_file_name=CONFIG_NAME)
+        # made so, it leaves out what config.json says of other things
+        both = GenerationConfig(**{**usual.to_diff_dict(), **said.to_diff_dict(), "_from_model_config": True})
+        both._from_model_config = False  # else transformers 4 asks the result's class once more
+        # not by save_pretrained, which refuses settings that transformers loads
+        both.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def side(module: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..console import info
-from ..corpus import HELDOUT, Corpus, open_corpus
+from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
 from .against import Pair, against_source
 from .footprint import DecodeSettings
 from .harness import TaskSettings, find_tasks, task_identity
@@ -69,6 +69,7 @@ def compare(
     for subject in subjects:
         refuse_overlap(subject.checkpoint.folder, out)
     corpus = open_corpus(settings.data, HELDOUT, settings.columns)
+    refuse_idle_column([corpus], settings.columns)
     accelerator = join_processes(settings.device)
     protocol = settle(settings, subjects, accelerator.device if accelerator else choose_device(settings.device))
     text = tokenize_for_all(subjects, lambda tokenizer: protocol.tokenize(tokenizer, corpus, settings))

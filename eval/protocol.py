@@ -23,6 +23,8 @@ from .targets import Asking, target_text
 from .windows import TokenText, default_stride, tokenize_text
 
 _CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
+_WITHOUT_ENCODER = ("stride", "bos", "memory", "needles", "needle_lengths", "tasks", "shots", "task_limit")
+"""Settings that mean nothing for models with one."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
     dtype = choose_dtype(settings.dtype, subjects[0].config, device)
     if dtype == torch.float16 and subjects[0].config.model_type.endswith("t5"):
         warn("What T5 computes overflows float16; take --dtype bfloat16 or float32 if numbers are not finite.")
+    if asking is not None:
+        _warn_of_unused(settings)
     asked = default_stride(window) if settings.stride is None else settings.stride
     lengths = settings.needle_lengths
     needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
@@ -119,6 +123,16 @@ def _asking(settings: EvalSettings, source: Subject, window: int) -> Asking | No
             "Leave out --target-column, --noise-density and --mean-span.",
         )
     return None
+
+
+def _warn_of_unused(settings: EvalSettings) -> None:
+    """Say which of the settings that were changed are for models without an encoder."""
+    fields = EvalSettings.model_fields
+    changed = [name for name in _WITHOUT_ENCODER if getattr(settings, name) != fields[name].default]
+    unused = [name for name in changed if (name, getattr(settings, name)) != ("needles", 0)]
+    if unused:
+        options = ", ".join("--" + name.replace("_", "-") for name in unused)
+        warn(f"Not used, since these are encoder-decoders: {options}.")
 
 
 def _has_learned_positions(source: Subject) -> bool:

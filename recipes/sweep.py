@@ -161,6 +161,7 @@ def _stored_bytes(folder: Path) -> int:
 
 def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
     """What determines the numbers; a sweep goes on only where these are the same."""
+    targets = {"perplexity": "per target token: spans cut out of the text, sentinels and EOS"}
     return {
         "checkpoint": source.spec,
         "weights": source.digest()[:16],
@@ -170,4 +171,5 @@ def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) 
         "calibration": settings.calibration.data,
         "calibration tokens": settings.calibration.tokens,
         "refinement steps per layer": settings.refine,
+        **(targets if is_seq2seq(resolved_config(source.config)) else {}),
     }

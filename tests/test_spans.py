@@ -101,3 +101,9 @@ def test_a_tokenizer_without_sentinels_is_refused_by_name():
 def test_blocks_that_cannot_be_corrupted_are_refused(block, why):
     with pytest.raises(UsageError, match=why):
         T5.tokens_for(block)
+
+
+@pytest.mark.parametrize(("tokens", "why"), [(0, "too few"), (1, "too few"), (4096, "100 sentinels")])
+def test_texts_that_cannot_be_corrupted_are_refused(tokens, why):
+    with pytest.raises(UsageError, match=why):
+        T5(list(range(tokens)), random.Random(0))

@@ -99,6 +99,7 @@ class PairBatch:
         written_BT: what the decoder is given, the labels moved on by one.
         labels_BT: what it is to write; :data:`headfold.pairs.IGNORED` on padding.
         targets: tokens of the whole step that are to be written.
+        full: no source has padding; found while the tensors are on the CPU, for a GPU would have to be waited for.
     """
 
     ids_BS: Tensor
@@ -106,10 +107,11 @@ class PairBatch:
     written_BT: Tensor
     labels_BT: Tensor
     targets: int
+    full: bool = False
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        mask = {} if bool(self.mask_BS.all()) else {"attention_mask": self.mask_BS}
+        mask = {} if self.full else {"attention_mask": self.mask_BS}
         return {"input_ids": self.ids_BS, **mask, "decoder_input_ids": self.written_BT}
 
     @property
@@ -132,6 +134,7 @@ class PairBatch:
                 mask_BS=self.mask_BS[mine, :read],
                 written_BT=self.written_BT[mine, :written],
                 labels_BT=self.labels_BT[mine, :written],
+                full=bool(self.mask_BS[mine, :read].all()),
             )
 
     def to(self, device: torch.device) -> PairBatch:

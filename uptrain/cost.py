@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..checkpoint.backbone import is_encoder_decoder
 from ..errors import HeadfoldError
@@ -33,7 +34,7 @@ class Shape:
     Attributes:
         parameters: all of them; tied ones count once.
         trained: those that get gradients.
-        looked_up: parameters of an input embedding that nothing else uses: read, not multiplied.
+        looked_up: parameters of tables (embeddings, positions) that are read, not multiplied, as a tied head does.
         layers, hidden, inner, vocabulary: layers, C, width of the MLP, V.
         written: of an encoder-decoder: those that are multiplied for what is written alone, head included.
         decoder_layers: of an encoder-decoder; ``layers`` are then the encoder's.
@@ -53,14 +54,13 @@ class Shape:
     def of(cls, model: Any) -> Shape:
         """Read from a model, which may be on the meta device."""
         config = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = head is not None and head.weight is embedding.weight
+        embedding = model.get_input_embeddings()
         hidden = embedding.weight.shape[-1]
         inner = next((found for name in _INNER if (found := getattr(config, name, None))), 4 * hidden)
         return cls(
             sum(one.numel() for one in model.parameters()),
             sum(one.numel() for one in model.parameters() if one.requires_grad),
-            0 if tied else embedding.weight.numel(),
+            sum(one.numel() for one in _tables(model).values()),
             config.num_hidden_layers,
             hidden,
             max(inner) if isinstance(inner, list | tuple) else inner,
@@ -74,12 +74,20 @@ class Shape:
         return round(used - self.written + self.written * targets)
 
 
+def _tables(model: Any) -> dict[int, nn.Parameter]:
+    """Tables that the head does not multiply with, by identity."""
+    multiplied = getattr(model.get_output_embeddings(), "weight", None)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return {id(one): one for one in tables if isinstance(one, nn.Parameter) and one is not multiplied}
+
+
 def _decoder_side(model: Any) -> tuple[int, int]:
     """(parameters of decoder and head, its layers); keys and values of what was read are made once a source token."""
-    decoder, embedding = model.get_decoder(), model.get_input_embeddings().weight
-    own = [one for name, one in decoder.named_parameters() if not _OF_THE_SOURCE.search(name) and one is not embedding]
+    tables = _tables(model)
+    own = {id(one): one for name, one in model.get_decoder().named_parameters() if not _OF_THE_SOURCE.search(name)}
+    own |= {id(one): one for one in model.get_output_embeddings().parameters()}
     layers = next((found for name in _DECODER_LAYERS if (found := getattr(model.config, name, None))), 0)
-    return sum(one.numel() for one in own) + model.get_output_embeddings().weight.numel(), layers
+    return sum(one.numel() for key, one in own.items() if key not in tables), layers
 
 
 def targets_per_token(settings: UptrainSettings, model_writes: bool) -> float:
@@ -90,17 +98,13 @@ def targets_per_token(settings: UptrainSettings, model_writes: bool) -> float:
     return corrupt.lengths(corrupt.tokens_for(settings.block))[1] / settings.block
 
 
-def flops_per_token(student: Any, teacher: Any = None, targets: float = 1.0) -> int:
+def flops_per_token(student: Shape, teacher: Shape | None = None, targets: float = 1.0) -> int:
     """Floating-point operations that a token costs in training (Kaplan et al. 2020, arXiv 2001.08361, §2.1).
 
     Per weight: 2 in the forward pass, 2 for the gradient of the inputs, 2 more where the weight is trained; the
     teacher's forward pass 2. The products of attention with itself are left out, as there. Of an encoder-decoder, a
     token is one of the source, and its decoder works on ``targets`` tokens for each.
     """
-    return _flops(Shape.of(student), None if teacher is None else Shape.of(teacher), targets)
-
-
-def _flops(student: Shape, teacher: Shape | None, targets: float) -> int:
     used, seen = student.parameters - student.looked_up, student.per_token(targets)
     own = 4 * seen + round(2 * min(student.trained, used) * seen / used)
     return own + (0 if teacher is None else 2 * teacher.per_token(targets))
@@ -154,13 +158,13 @@ def plan_cost(
     kept = (12 * student.hidden + 5 * student.inner) * positions * (_KEPT_IN_BF16 if bf16 else _FLOAT32)
     targets = targets_per_token(settings, bool(student.decoder_layers))
     layers = student.layers + student.decoder_layers * targets
-    through = round(student.hidden * positions * _FLOAT32 * layers)
+    layer = student.hidden * positions * _FLOAT32  # bytes of what one puts out
     chunk = min(positions, chunk_size(student.vocabulary, torch.device("cpu" if cpu else "cuda")))
     memory = {
         "weights": student.parameters * _FLOAT32 // share,
         "gradients": student.trained * _FLOAT32 // share,
         "optimizer": _state(settings, student) * _FLOAT32 // share,
-        "activations": through + kept if settings.gradient_checkpointing else round(kept * layers),
+        "activations": round(layer * layers) + kept if settings.gradient_checkpointing else round(kept * layers),
         "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
     }
     if bf16 and not sharded:
@@ -168,8 +172,9 @@ def plan_cost(
     if teacher is not None:
         memory["teacher"] = teacher.parameters * teacher_bytes // share
     if teacher is not None and settings.hidden_weight:
-        memory["hidden states"] = through  # the teacher's, which make room for the differences one by one
-    return Plan(_flops(student, teacher, targets) * tokens, memory)
+        # the teacher's, of what is written; they make room for the differences one by one
+        memory["hidden states"] = round(layer * (student.decoder_layers * targets or student.layers))
+    return Plan(flops_per_token(student, teacher, targets) * tokens, memory)
 
 
 def _state(settings: UptrainSettings, student: Shape) -> int:
@@ -177,23 +182,21 @@ def _state(settings: UptrainSettings, student: Shape) -> int:
     return 2 * student.trained // (student.hidden if settings.optimizer == "adafactor" else 1)
 
 
-def shape_on_paper(place: str | Path, train: str = "all", *, trust_remote_code: bool = False) -> tuple[Shape, int]:
-    """The shape of a checkpoint from its config alone, and the bytes of one weight on disk.
+def on_paper(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """A checkpoint's model on the meta device from its config alone, and the bytes of one weight on disk.
 
     Raises:
         UsageError, CheckpointError: there is no config.json to be had.
     """
     from ..checkpoint.load import blank_language_model
     from ..checkpoint.source import Checkpoint
-    from .optim import freeze_the_rest
 
     source = Checkpoint.open(place, weights=False)
     with torch.device("meta"):
         model = blank_language_model(source.folder, trust_remote_code=trust_remote_code)
-    freeze_the_rest(model, train)
     named = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(named), torch.float32)
-    return Shape.of(model), dtype.itemsize
+    return model, dtype.itemsize
 
 
 def refuse_what_cannot_fit(plan: Plan, available: int, where: str) -> None:

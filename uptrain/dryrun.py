@@ -12,11 +12,14 @@ from ..checkpoint.source import Checkpoint
 from ..console import human_bytes, human_seconds, info
 from ..errors import HeadfoldError
 from .budget import plan_budget, refuse_uneven
-from .cost import plan_cost, refuse_what_cannot_fit, shape_on_paper
+from .cost import Shape, on_paper, plan_cost, refuse_what_cannot_fit
 from .devices import has_fast_bf16, memory_bytes
+from .exercise import refuse_meaningless
 from .launch import Layout
+from .optim import freeze_the_rest, refuse_untried
 from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
+from .student import refuse_long_blocks
 from .teacher import converted_from
 
 _MEASURED_STEPS = 10
@@ -42,13 +45,14 @@ def look_ahead(
         rows of a name and a value, to print.
 
     Raises:
-        UsageError: no budget, or a batch that the processes cannot share.
+        UsageError: no budget, a batch that the processes cannot share, or what a run would refuse for this model.
         HeadfoldError: the run cannot fit into the device.
     """
     source = _config_of(checkpoint)
     settings = resolve_pretraining(settings, checkpoint, source)
     budget = plan_budget(settings)
     refuse_uneven(settings.batch, layout.processes)
+    refuse_untried(settings, layout.sharded and layout.processes > 1)
     rows = [
         ["tokens", f"{budget.tokens:,}"],
         ["steps", f"{budget.steps:,}"],
@@ -58,15 +62,19 @@ def look_ahead(
     if source is None:
         info(f"There is no config.json of {checkpoint} to be had, so operations and memory are not estimated.")
         return rows
-    student, _ = shape_on_paper(source.folder, settings.train, trust_remote_code=trust_remote_code)
+    model, _ = on_paper(source.folder, trust_remote_code=trust_remote_code)
+    refuse_meaningless(settings, model)
+    refuse_long_blocks(settings.block, model.config)
+    freeze_the_rest(model, settings.train)
+    student = Shape.of(model)
     place = _teacher_on_paper(settings, source)
-    teacher, teacher_bytes = shape_on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
+    taught_by, teacher_bytes = on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
     cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
     plan = plan_cost(
         settings,
         budget.tokens,
         student,
-        teacher,
+        Shape.of(taught_by) if taught_by is not None else None,
         teacher_bytes=teacher_bytes if bf16 or not cpu else _FLOAT32,  # as load_teacher has it
         processes=layout.processes,
         sharded=layout.sharded,
@@ -115,17 +123,18 @@ def measure(
         run = open_run(checkpoint, Path(name) / "out", quiet, trust_remote_code=trust_remote_code)
         run.prepare()
         run.model.train()
-        seconds = []
+        seconds, read = [], []
         for _ in range(min(_MEASURED_STEPS, run.budget.steps)):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), run.stream.read
             run.next_step()
             seconds.append(time.perf_counter() - began)
+            read.append(run.stream.read - before)
         counted = seconds[2:] or seconds
         step = sum(counted) / len(counted)
         shared = layout.processes / run.accelerator.num_processes
     rows = [
         ["seconds per step, measured here", f"{step:.2f}"],
-        ["tokens per second, measured here", f"{run.budget.tokens_per_step / step:,.0f}"],
+        ["tokens per second, measured here", f"{sum(read[-len(counted) :]) / sum(counted):,.0f}"],
         ["the whole run here", human_seconds(step * run.budget.steps)],
     ]
     if shared > 1:

@@ -82,7 +82,7 @@ class Spans(_PairBatches):
     """Span corruption of packed text, as T5 was pretrained: sources of exactly ``block`` tokens where that is possible.
 
     Documents follow each other without a separator, and are then cut, as in T5's own preprocessing. Which spans of a
-    block are cut out hangs on the seed and the block's place in the run.
+    block are cut out hangs on the seed, the block's place in its corpus, pass after pass, and its tokens.
     """
 
     def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, block: int, seed: int) -> None:
@@ -92,11 +92,11 @@ class Spans(_PairBatches):
 
     def stream(self, corpus: Corpus, position: Position | None) -> _SpanStream:
         blocks = BlockStream(corpus, self._encode, block=self._tokens, seed=self._seed, position=position)
-        return _SpanStream(blocks, self._corrupt, f"{self._seed}:{corpus.spec}")
+        return _SpanStream(blocks, self._corrupt, self._seed)
 
 
 class _SpanStream:
-    def __init__(self, blocks: BlockStream, corrupt: SpanCorruption, seed: str) -> None:
+    def __init__(self, blocks: BlockStream, corrupt: SpanCorruption, seed: int) -> None:
         self._blocks, self._corrupt, self._seed = blocks, corrupt, seed
 
     @property
@@ -106,7 +106,7 @@ class _SpanStream:
     def __next__(self) -> Pair:
         ids = next(self._blocks).ids
         place = self._blocks.position
-        return self._corrupt(ids, random.Random(f"{self._seed}:{place.chunk}:{place.drawn}"))
+        return self._corrupt(ids, random.Random(f"{self._seed}:{place.chunk}:{place.drawn}:{ids}"))
 
 
 class Pairs(_PairBatches):
@@ -135,23 +135,29 @@ def choose_exercise(settings: UptrainSettings, tokenizer: Any, model: Any) -> Ex
     Raises:
         UsageError: settings that mean nothing for this model. UnsupportedError: no sentinels for span corruption.
     """
+    refuse_meaningless(settings, model)
     block, seed = settings.block, settings.seed
     if not is_encoder_decoder(model):
-        _refuse_pairs(settings, type(model).__name__)
         return NextToken(Encoder(tokenizer), block=block, seed=seed, isolate=settings.isolate_documents)
-    if settings.isolate_documents:
-        raise UsageError(
-            "--isolate-documents is for models without an encoder.", "Leave it out; pairs never see each other."
-        )
     if settings.target_column is not None:
         return Pairs(tokenizer, model, block=block, seed=seed)
     corrupt = SpanCorruption.of(tokenizer, settings.noise_density, settings.mean_span)
     return Spans(corrupt, tokenizer, model, block=block, seed=seed)
 
 
-def _refuse_pairs(settings: UptrainSettings, kind: str) -> None:
-    """What only an encoder-decoder can do."""
-    given = (settings.target_column, settings.noise_density, settings.mean_span)
+def refuse_meaningless(settings: UptrainSettings, model: Any) -> None:
+    """Raise where settings mean nothing for this kind of model, which may be on the meta device.
+
+    Raises:
+        UsageError: pairs or spans for a decoder, or documents kept apart in an encoder-decoder.
+    """
+    if is_encoder_decoder(model):
+        if settings.isolate_documents:
+            raise UsageError(
+                "--isolate-documents is for models without an encoder.", "Leave it out; pairs never see each other."
+            )
+        return
+    kind, given = type(model).__name__, (settings.target_column, settings.noise_density, settings.mean_span)
     if given != (None, NOISE_DENSITY, MEAN_SPAN):
         raise UsageError(
             f"{kind} has no encoder, so it learns neither from pairs of columns nor by span corruption.",

@@ -29,8 +29,8 @@ class Lesson:
 
     Attributes:
         objective: what is minimised.
-        keep_BT: positions whose next token counts; the last column is False.
-        targets_N: those next tokens.
+        keep_BT: positions whose logits are for a target.
+        targets_N: these targets: the next tokens of a text, or those that an encoder-decoder is to write.
         teacher_NX: what the teacher's head makes its logits from at these positions; None without a teacher.
         teacher: the teacher itself.
         layers_BTC: what each of the teacher's layers put out; None where hidden states are left alone.

@@ -17,11 +17,11 @@ from ..checkpoint.load import load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..errors import Interrupted, UnsupportedError
+from ..errors import Interrupted
 from .budget import Budget, plan_budget, refuse_other_than_one
-from .cost import flops_per_token, targets_per_token
+from .cost import Shape, flops_per_token
 from .devices import Abandoned, anyone, make_accelerator, peak_flops
-from .dropout import set_dropout
+from .dropout import keep_all_layers, set_dropout
 from .exercise import Exercise, choose_exercise
 from .finish import whole_weights, write_trained
 from .headloss import teach_in_chunks
@@ -30,7 +30,7 @@ from .isolation import refuse_leaks
 from .liger import apply_liger, refuse_liger
 from .metrics import Clock, Metrics, say_progress
 from .mixture import Mixture, Part, describe, open_mixture
-from .optim import freeze_the_rest, make_optimizer, make_schedule
+from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
 from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
 from .signals import StopRequest, stop_on_signal
@@ -115,6 +115,8 @@ def open_run(
     trackers = chosen_trackers(settings.tracker)
     if settings.liger:
         refuse_liger(str(source.config.get("model_type")), settings.device != "cpu" and torch.cuda.is_available())
+    accelerator = make_accelerator(settings, trackers, logs_folder(out))
+    refuse_untried(settings, accelerator.is_fsdp2)
     settings = resolve_teacher(settings, source)
     parts = open_mixture(settings.corpora, settings.columns)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
@@ -128,7 +130,6 @@ def open_run(
         refuse_leaks(model)
     freeze_the_rest(model, settings.train)
     watch = open_watch(settings, tokenizer, model)
-    accelerator = make_accelerator(settings, trackers, logs_folder(out))
     identity = {"checkpoint": source.digest(), "text": describe(parts), "teacher": digest_of(settings.teacher)}
     saves = Saves(out, settings, identity)
     text = _Text(parts, exercise, tokenizer, watch)
@@ -168,9 +169,11 @@ class Run:
         """Put everything on its device, and restore the newest save if there is one."""
         settings, student = self.settings, self.model
         self.teacher = self._load_teacher(settings)
-        targets = targets_per_token(settings, is_encoder_decoder(student))
-        self._flops = flops_per_token(student, self.teacher.model if self.teacher else None, targets)
+        self._shapes = Shape.of(student), Shape.of(self.teacher.model) if self.teacher else None
         self._peak = peak_flops(self.accelerator.device)
+        needs_all = self.accelerator.num_processes > 1 or settings.hidden_weight > 0
+        if needs_all and keep_all_layers(student):
+            info("Layer drop is off: several processes and --hidden-weight need every layer in every step.")
         speed_up(student, settings)
         taps = Taps(student) if settings.hidden_weight else None
         if taps is not None and self.teacher is not None and self.teacher.taps is not None:
@@ -180,7 +183,7 @@ class Run:
         if settings.liger:
             apply_liger(student)
         if self.accelerator.is_fsdp2:
-            _fit_sharding(student, settings)
+            _fit_sharding(student)
         self.model, self._optimizer = self.accelerator.prepare(student, make_optimizer(student, settings))
         schedule = make_schedule(settings, self.budget.steps)
         self.stepper = Stepper(self.accelerator, self.model, self._optimizer, settings, schedule, self.teacher)
@@ -192,6 +195,7 @@ class Run:
         self.step = progress.step if progress else 0
         self._saved = self.step
         self.stream = Mixture(self._text.parts, self._text.exercise, progress.positions if progress else None)
+        self._read = self.stream.read
         self._guard = SpikeGuard(settings.spike, progress.losses if progress else ())
         self.accelerator.init_trackers("headfold", _plain(settings))
         file = self.saves.metrics if self.accelerator.is_main_process else None
@@ -276,6 +280,7 @@ class Run:
             "source": None if self._from_scratch else str(self.source.folder.resolve()),
             "settings": self.settings.model_dump(mode="json"),
             "tokens": self.budget.tokens,
+            "tokens_read": self.stream.read,
             "steps": self.budget.steps,
             "data": texts[0] if len(texts) == 1 else texts,
             "epochs": self.stream.epochs()[0] if len(texts) == 1 else self.stream.epochs(),
@@ -289,7 +294,9 @@ class Run:
         }
 
     def _log(self, clock: Clock, results: Sequence[StepResult]) -> None:
-        rate, seconds_left = clock.lap(len(results), len(results) * self.budget.tokens_per_step)
+        """A line of progress; its rates count real tokens, its ``tokens`` those of the budget."""
+        read, self._read = self.stream.read - self._read, self.stream.read
+        rate, seconds_left = clock.lap(len(results), read)
         line: dict[str, Any] = {
             "step": self.step,
             "tokens": self.step * self.budget.tokens_per_step,
@@ -303,7 +310,8 @@ class Run:
         if self.settings.hidden_weight:
             line["hidden"] = fmean(result.hidden for result in results)
         if self._peak is not None:
-            line["mfu"] = rate * self._flops / (self._peak * self.accelerator.num_processes)
+            flops = flops_per_token(*self._shapes, targets=sum(result.targets for result in results) / read)
+            line["mfu"] = rate * flops / (self._peak * self.accelerator.num_processes)
         if self.follower.recovered is not None:
             line["recovered"] = self.follower.recovered
         self.metrics.add("train", **line)
@@ -319,16 +327,8 @@ class Run:
         return "saved" if self.step else "there was nothing to save"
 
 
-def _fit_sharding(model: Any, settings: UptrainSettings) -> None:
-    """Get a model ready for FSDP.
-
-    Raises:
-        UnsupportedError: the settings were not tried with it.
-    """
-    if settings.optimizer == "adafactor":
-        raise UnsupportedError(
-            "Adafactor was not tried on weights that processes share (FSDP).", "Take --optimizer adamw, or DDP."
-        )
+def _fit_sharding(model: Any) -> None:
+    """Get a model ready for FSDP."""
     if is_encoder_decoder(model):
         # both sides then use the very same module, not only its weight, which must not be in two groups of FSDP
         model.set_input_embeddings(model.get_input_embeddings())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..corpus import TEXT, TRAIN, Columns, Corpus, open_corpus
+from ..corpus import TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ..errors import UsageError
 from .batch import Batch
 from .data import Position
@@ -43,6 +43,7 @@ def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Part]:
         if weight <= 0:
             raise UsageError(f"The corpus {name} has the weight {weight:g}.", "Leave it out, or give it more than 0.")
         parts.append(Part(open_corpus(name, TRAIN, columns), weight))
+    refuse_idle_column([part.corpus for part in parts], columns)
     names = [part.corpus.spec for part in parts]
     if len(set(names)) < len(names):
         raise UsageError(f"A corpus is named twice: {', '.join(names)}.", "Name it once, with the weight of both.")
@@ -56,17 +57,18 @@ def describe(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MixturePosition:
-    """Where one stream of a mixture stands: items it has given, and its own position."""
+    """Where one stream of a mixture stands: items it has given, its own position, and the tokens read of it."""
 
     drawn: int = 0
     stream: Position | None = None
+    read: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "stream": self.stream.to_json() if self.stream else None}
+        return {"drawn": self.drawn, "stream": self.stream.to_json() if self.stream else None, "read": self.read}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> MixturePosition:
-        return cls(content["drawn"], Position(**content["stream"]))
+        return cls(content["drawn"], Position(**content["stream"]), content.get("read", 0))  # older saves do not count
 
 
 class Mixture:
@@ -91,12 +93,17 @@ class Mixture:
         self._exercise = exercise
         self._weights = [part.weight for part in parts]
         self._drawn = [start.drawn for start in starts]
+        self._read = [start.read for start in starts]
         self._streams = [exercise.stream(part.corpus, start.stream) for part, start in zip(parts, starts, strict=True)]
 
     def positions(self) -> list[MixturePosition]:
-        return [
-            MixturePosition(drawn, stream.position) for drawn, stream in zip(self._drawn, self._streams, strict=True)
-        ]
+        streams = zip(self._drawn, self._streams, self._read, strict=True)
+        return [MixturePosition(drawn, stream.position, read) for drawn, stream, read in streams]
+
+    @property
+    def read(self) -> int:
+        """Real tokens so far, of all processes: those of blocks, or of sources without their targets."""
+        return sum(self._read)
 
     def epochs(self) -> list[int]:
         """Complete passes over each corpus."""
@@ -106,7 +113,9 @@ class Mixture:
         owed = [(drawn + 1) / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]
         chosen = owed.index(min(owed))
         self._drawn[chosen] += 1
-        return next(self._streams[chosen])
+        item = next(self._streams[chosen])
+        self._read[chosen] += len(item[0])  # the ids of a block or of a source come first
+        return item
 
     def next_batch(self, items: int, *, rank: int, processes: int) -> Batch:
         """The next ``items`` items; every ``processes``-th of them, counted from ``rank``, is this process's."""

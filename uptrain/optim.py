@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from .settings import UptrainSettings
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run
+# What mean squared gradients and weights are held up to. PyTorch's own first one, 1.2e-7, is far above the gradients of
+# a large model; with the paper's 1e-30 rows without a gradient become NaN in float32. The second is the paper's.
+_ADAFACTOR_FLOORS = (1e-16, 1e-3)
 _ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_attn|SelfAttention|EncDecAttention)\.")
 _TRAINED = {
     "all": re.compile(""),
@@ -40,6 +43,18 @@ def freeze_the_rest(model: nn.Module, train: str) -> None:
         )
 
 
+def refuse_untried(settings: UptrainSettings, sharded: bool) -> None:
+    """Raise for an optimizer that was not tried on weights that processes share (FSDP).
+
+    Raises:
+        UnsupportedError: it is Adafactor.
+    """
+    if sharded and settings.optimizer == "adafactor":
+        raise UnsupportedError(
+            "Adafactor was not tried on weights that processes share (FSDP).", "Take --optimizer adamw, or DDP."
+        )
+
+
 def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or Adafactor (Shazeer & Stern 2018, arXiv 1804.04235).
 
@@ -53,7 +68,7 @@ def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.O
     ]
     filled = [group for group in groups if group["params"]]
     if settings.optimizer == "adafactor":
-        return torch.optim.Adafactor(filled, lr=settings.learning_rate)
+        return torch.optim.Adafactor(filled, lr=settings.learning_rate, eps=_ADAFACTOR_FLOORS)
     return torch.optim.AdamW(
         filled,
         lr=settings.learning_rate,

@@ -30,7 +30,7 @@ from .teacher import Teacher
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the step's target tokens and all processes, and the norm of the gradient before clipping.
+    """Means over the step's target tokens and all processes, their number, and the gradient's norm before clipping.
 
     The losses are in nats; ``hidden``, the distance of hidden states, has no unit.
     """
@@ -40,6 +40,7 @@ class StepResult:
     divergence: float
     hidden: float
     gradient_norm: float
+    targets: int
 
 
 _PATIENCE_SECONDS = 2.0
@@ -102,7 +103,7 @@ class Stepper:
         means: Tensor = self._accelerator.reduce(totals, "sum") / max(1, targets)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
         loss, cross_entropy, divergence, hidden = means.tolist()
-        result = StepResult(loss, cross_entropy, divergence, hidden, float(_whole(norm)))
+        result = StepResult(loss, cross_entropy, divergence, hidden, float(_whole(norm)), targets)
         self._refuse_what_is_no_number(step, result)
         set_learning_rate(self._optimizer, self.learning_rate(step))
         self._optimizer.step()

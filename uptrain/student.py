@@ -37,7 +37,7 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
     """Options that change speed and memory, not what is learnt.
 
     Raises:
-        UnsupportedError: the class cannot compute its activations again.
+        UnsupportedError: the class cannot compute its activations again, or does not name the layers to compile.
     """
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -48,6 +48,11 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
     if settings.compile:
         # layer by layer: they share one graph, and the head is called from outside
         kinds = set(getattr(model, "_no_split_modules", None) or [])
-        for module in model.modules():
-            if type(module).__name__ in kinds:
-                module.compile()
+        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        if not layers:
+            raise UnsupportedError(
+                f"{type(model).__name__} does not say which of its modules are layers, so none can be compiled.",
+                "Leave --compile out.",
+            )
+        for layer in layers:
+            layer.compile()

@@ -129,7 +129,7 @@ class Follower:
                 self.evaluate(model, step)
             return
         if step:
-            info("The held-out text is another than before, so what was lost is measured anew.")
+            info("The held-out text, or how it is read, has changed: source and start are scored anew.")
         if self._source is not None:
             self._add("source", step, self._perplexity_of(self._source))
             if step and self._start is not None:

@@ -26,8 +26,7 @@ _VERSION = ".".join(transformers.__version__.split(".")[:2])
 if _VERSION not in TESTED:
     raise ImportError(
         f"this model's code was tested with transformers {' and '.join(TESTED)}, not with "
-        f"{transformers.__version__}. Install one of these, or compare its output there with that in one of these, "
-        f"and then add {_VERSION} to TESTED in {__file__}."
+        f'{transformers.__version__}. Install one of these (pip install "transformers=={TESTED[-1]}.*").'
     )
 
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -324,6 +323,10 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         if given is not None and getattr(given, "is_compileable", False):
             raise ValueError("This model takes a cache that grows (DynamicCache), none of a fixed size.")
         if self.gradient_checkpointing and self.training:
+            if given is not None:
+                raise ValueError(
+                    "Gradient checkpointing runs layers twice, so this model takes no cache while it trains."
+                )
             return None
         wanted = self.config.use_cache if wanted is None else wanted
         return DynamicCache(config=self.config) if wanted and given is None else given
@@ -398,9 +401,14 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: Any = None,
+        num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of shape (B, T, V), and the loss where there are ``labels``, which are shifted here."""
+        """Logits of shape (B, T, V), and the loss where there are ``labels``, which are shifted here.
+
+        Args:
+            num_items_in_batch: divide the summed loss by this instead of the number of targets.
+        """
         found = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -409,17 +417,21 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             cache=past_key_values if cache is None else cache,
-            output_attentions=kwargs.pop("output_attentions", None),
-            return_dict=kwargs.pop("return_dict", None),
+            **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.lm_head(found.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+            loss = self.loss_function(logits=logits_BTV, labels=labels, **sizes)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits_BTV, hidden_states=found.hidden_states, **{_CACHE: getattr(found, _CACHE)}
         )
+
+
+_HARMLESS = ("output_attentions", "return_dict", "cache_position")
+"""What generation and training hand on, and what is looked at before."""
 
 
 def _refuse_odd_requests(kwargs: dict[str, Any]) -> None:
@@ -427,6 +439,9 @@ def _refuse_odd_requests(kwargs: dict[str, Any]) -> None:
         raise ValueError("This model does not keep its attention weights (output_attentions).")
     if kwargs.get("return_dict") is False:
         raise ValueError("This model returns its outputs by name (return_dict=True), not as a tuple.")
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise ValueError(f"This model does not know {', '.join(unknown)}.")
 
 
 HeadfoldDecoderConfig.register_for_auto_class()

@@ -28,8 +28,7 @@ _HERE = ".".join(transformers.__version__.split(".")[:2])
 if _HERE not in TESTED:
     raise ImportError(
         f"this file was tested with transformers {' and '.join(TESTED)}, and this is {transformers.__version__}. "
-        f'Install a tested one (pip install "transformers=={TESTED[-1]}.*"), or compare its numbers with those of a '
-        f"tested one and add {_HERE} to TESTED in {__file__}."
+        f'Install a tested one (pip install "transformers=={TESTED[-1]}.*").'
     )
 
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
@@ -190,6 +189,28 @@ def forbidding(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask adds to scores: nothing where it is true or 1, the lowest number elsewhere."""
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill(~mask.bool(), torch.finfo(dtype).min)
+
+
+def require_columns(mask: Tensor | None, keys: int) -> None:
+    """Refuse a mask (B, S) that is not one of ``keys`` tokens.
+
+    Raises:
+        ValueError: it has too few columns, or too many.
+    """
+    if mask is not None and mask.dim() == 2 and mask.shape[1] != keys:
+        raise ValueError(f"The attention mask must have a column for each of {keys} tokens, not {mask.shape[1]}.")
+
+
+def refuse_unknown(given: dict[str, Any]) -> None:
+    """Refuse to ignore what might change the numbers; what generation hands on beside that does not.
+
+    Raises:
+        ValueError: such a thing is given.
+    """
+    harmless = ("cache_position", "return_dict", "use_cache")
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in harmless)
+    if unknown:
+        raise ValueError(f"This model does not know {', '.join(unknown)}.")
 
 
 class HeadfoldT5Attention(nn.Module):
@@ -394,17 +415,24 @@ class HeadfoldT5Stack(HeadfoldT5PreTrainedModel):
         cache: Any = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Any:
         """Hidden states after the last norm, of ids (B, T) or embeddings (B, T, C)."""
+        refuse_unknown(others)
+        if cache is not None and self.gradient_checkpointing and self.training:
+            raise ValueError("Gradient checkpointing runs layers twice, so this model takes no cache while it trains.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds (of the decoder: decoder_input_ids and so on).")
         eager = self.config._attn_implementation == "eager"
         weights = bool(self.config.output_attentions if output_attentions is None else output_attentions)
         keep = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         states = self.dropout(self._embedding[0](input_ids) if inputs_embeds is None else inputs_embeds)
+        if cache is None or not cache.self_attention_cache.is_compileable:  # of one of fixed size see _bias
+            past = 0 if cache is None else cache.self_attention_cache.get_seq_length()
+            require_columns(attention_mask, past + states.shape[1])
         memory_bias = None
         if encoder_hidden_states is not None and encoder_attention_mask is not None:
+            require_columns(encoder_attention_mask, encoder_hidden_states.shape[1])
             memory_bias = forbidding(encoder_attention_mask[:, None, None], states.dtype)
         kept, bias = [states], None
         owns: list[Any] = []
@@ -492,14 +520,18 @@ class HeadfoldT5ForConditionalGeneration(HeadfoldT5PreTrainedModel, GenerationMi
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> Any:
         """Logits (B, T, vocabulary), and the mean cross entropy of ``labels`` (B, T) where given; -100 is left out.
 
         Args:
             past_key_values, cache: two names of one thing, of transformers 4 and 5.
             num_items_in_batch: divide the summed loss by this instead of the number of targets.
+
+        Raises:
+            ValueError: something is given that the model does not know.
         """
+        refuse_unknown(others)
         shown = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, **shown)

@@ -221,3 +221,16 @@ def test_config_alone_needs_no_weights(folder: Path) -> None:
 def test_special_files_are_not_copied(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     assert Path("pipe") in Checkpoint.open(folder).left_out
+
+
+def test_a_tokenizer_that_lacks_its_package_is_one_sentence(tmp_path, monkeypatch):
+    import transformers
+    from headfold.checkpoint.load import load_tokenizer
+
+    def refuse(*_, **__):
+        raise ImportError("\nM2M100Tokenizer requires the SentencePiece library. Check out the\ninstructions.\n")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    (tmp_path / "config.json").write_text('{"model_type": "m2m_100"}')
+    with pytest.raises(CheckpointError, match=r"requires the SentencePiece library\.$"):
+        load_tokenizer(tmp_path)

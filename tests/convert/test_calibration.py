@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,12 @@ def test_unread_attention_is_refused(model, blocks, tmp_path: Path) -> None:
         input_projections(torch.nn.Linear(2, 2))
 
 
-def test_weights_left_on_disk_give_the_same(model, blocks, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("mark", [False, True])
+def test_weights_left_on_disk_give_the_same(mark, model, blocks, tmp_path: Path, monkeypatch) -> None:
+    """Of a decoder that carries the mark of a pair (``is_encoder_decoder``), too."""
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": mark}))
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
     monkeypatch.setattr(calibration, "_IN_MEMORY_SHARE", 0.0)
     on_disk = load_for_calibration(tmp_path / "source", weight_bytes=1, scratch=tmp_path / "scratch")

@@ -18,7 +18,7 @@ from headfold.convert.inspect import predict_damage
 from headfold.convert.pair_statistics import corrupted
 from headfold.convert.run import plan_conversion
 from headfold.convert.statistics import Statistics
-from headfold.errors import DataError, UnsupportedError
+from headfold.errors import UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -169,8 +169,9 @@ def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Pa
     plan = plan_conversion(tiny_t5, groups=2, method="folded")
     with pytest.raises(UnsupportedError, match="Refinement is not offered for encoder-decoders"):
         convert_calibrated(plan, tmp_path / "out", Calibration(str(text), 400, block=BLOCK, refine=10))
-    with pytest.raises(DataError, match="sentinels"):
-        corrupted(torch.zeros(1, 600, dtype=torch.long), _tokenizer(tiny_t5))
+    for tokens, why in ((600, "sentinels"), (1, "too few")):
+        with pytest.raises(UsageError, match=why):
+            corrupted(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))
     tokenizer = _tokenizer(tiny_t5)
     tokenizer.get_vocab = lambda: {"<mask>": 0}
     with pytest.raises(UnsupportedError, match="no sentinels") as caught:

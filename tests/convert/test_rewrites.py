@@ -160,6 +160,22 @@ def test_the_record_and_the_dry_run_say_what_becomes_of_it(tmp_path: Path, capsy
     assert (entry["kv_heads_before"], entry["kv_heads"], entry["model_type"]) == (4, 2, "phi")
 
 
+@pytest.mark.parametrize("route", ["gpt2", "gpt2-two"])
+def test_how_to_generate_is_kept_where_config_json_alone_says_it(route: str, tmp_path: Path) -> None:
+    source, said = tmp_path / "source", {"forced_eos_token_id": 7, "suppress_tokens": [9], "max_length": 40}
+    with_equal_heads(route).save_pretrained(source)
+    (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **said}))
+    out = convert_checkpoint(source, tmp_path / "out", groups=ROUTES[route][3])
+    before, after = (load_causal_lm(folder).eval() for folder in (source, out))
+    for name, value in said.items():
+        assert getattr(before.generation_config, name) == getattr(after.generation_config, name) == value
+    written = [model.generate(torch.tensor([[11, 12, 13]]), do_sample=False).tolist() for model in (before, after)]
+    assert written[0] == written[1]
+    assert written[0][0][-1] == 7
+
+
 def test_gq042_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
     out = _convert(with_equal_heads("falcon-rw"), "falcon-rw", tmp_path)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "source", out))

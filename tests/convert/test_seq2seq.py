@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
@@ -16,11 +17,12 @@ import torch
 import transformers
 from headfold.checkpoint import modelling
 from headfold.checkpoint.load import load_config, load_seq2seq_lm
-from headfold.checkpoint.modelling import OWN_TYPES
+from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, modeling_headfold_t5
 from headfold.convert.check import check_checkpoint
 from headfold.convert.inspect import inspect_checkpoint
+from headfold.convert.rewrites.own import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
-from headfold.convert.seq2seq import PAIRS
+from headfold.convert.seq2seq import PAIRS, RUNS
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_pair
@@ -210,6 +212,42 @@ def test_a_training_step_reaches_every_weight(made: Made) -> None:
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
+def test_a_mask_of_another_length_is_refused(made: Made) -> None:
+    given = inputs(made.own.config)
+    read = {name: given[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        begun = made.own(**read, decoder_input_ids=given["decoder_input_ids"][:, :4], use_cache=True)
+        for columns in (2, 3, 6):
+            rest = {"decoder_input_ids": given["decoder_input_ids"][:, 4:], "past_key_values": begun.cache}
+            cut = torch.ones(2, columns, dtype=torch.long)
+            with pytest.raises(ValueError, match=f"a column for each of . tokens, not {columns}"):
+                made.own(**read, **rest, decoder_attention_mask=cut)
+        with pytest.raises(ValueError, match="each of 9 tokens, not 1"):
+            made.own(**{**given, "attention_mask": torch.ones(2, 1)})
+        rest = {"decoder_input_ids": given["decoder_input_ids"], "encoder_outputs": made.own.get_encoder()(**read)}
+        with pytest.raises(ValueError, match="each of 9 tokens, not 1"):
+            made.own(**rest, attention_mask=torch.ones(2, 1))
+        whole = made.own(**rest, attention_mask=read["attention_mask"]).logits
+    assert begun.cache.get_seq_length() == 4  # what was refused has left nothing in it
+    second = made.own(**read, decoder_input_ids=given["decoder_input_ids"][:, 4:], past_key_values=begun.cache).logits
+    # the target without padding, as m2m_100 forgets padding that is in the cache
+    torch.testing.assert_close(second[0], whole[0, 4:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_while_checkpointing_and_unknown_words_are_refused(made: Made) -> None:
+    given = inputs(made.own.config)
+    assert made.own(**given, head_mask=None, cache_position=torch.arange(7)).logits.isfinite().all()
+    for unknown in ("head_mask", "position_ids", "decoder_attention_masks"):
+        with pytest.raises(ValueError, match=f"does not know {unknown}"):
+            made.own(**given, **{unknown: torch.ones(2, 7)})
+    model = load_seq2seq_lm(made.folder).train()
+    with torch.no_grad():
+        cache = model(**given, use_cache=True).cache
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="takes no cache while it trains"):
+        model(**given, past_key_values=cache)
+
+
 def save(model_type: str, folder: Path, **over: Any) -> Path:
     tiny_pair(model_type, **over).save_pretrained(folder)
     return folder
@@ -227,12 +265,9 @@ def test_control_heads_repeated_in_another_order_are_noticed(model_type: str, tm
 def test_the_encoder_is_converted_where_that_is_asked_for(model_type: str, tmp_path: Path) -> None:
     source = save(model_type, tmp_path / "source")
     repeat_heads(source)
-    out = convert_checkpoint(source, tmp_path / "out", groups=1 if model_type == "bart" else GROUPS, encoder=True)
-    own = load_seq2seq_lm(out).eval()
-    assert (
-        own.config.num_key_value_heads == own.config.encoder_num_key_value_heads == (1 if model_type == "bart" else 2)
-    )
-    assert (difference(native(source), own) < 1e-5) == (model_type == "t5")  # equal in pairs, so one head is a change
+    own = load_seq2seq_lm(convert_checkpoint(source, tmp_path / "out", groups=GROUPS, encoder=True)).eval()
+    assert own.config.num_key_value_heads == own.config.encoder_num_key_value_heads == GROUPS
+    assert difference(native(source), own) < 1e-5
 
 
 def test_there_must_be_an_encoder_to_convert(tmp_path: Path) -> None:
@@ -326,10 +361,18 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(tmp_path: Path)
     """BART's config.json forces the last token, which a config of another class would not be asked for."""
     source = save("bart", tmp_path / "source")
     (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    said = {"num_beams": 4, "length_penalty": 2.0, "no_repeat_ngram_size": 3, "max_length": 24, "min_length": 16}
+    (source / "config.json").write_text(json.dumps({**config, **said, "temperature": 0.7}))  # which nothing uses
     out = convert_checkpoint(source, tmp_path / "out", groups=HEADS)
     own, first = load_seq2seq_lm(out).eval(), native(source)
     assert own.generation_config.forced_eos_token_id == first.generation_config.forced_eos_token_id == 2
-    assert greedy(own) == greedy(first)
+    for name, value in said.items():
+        assert getattr(own.generation_config, name) == getattr(first.generation_config, name) == value
+    read = {name: tensor for name, tensor in inputs(own.config).items() if not name.startswith("decoder")}
+    texts = [model.generate(**read).tolist() for model in (own, first)]
+    assert texts[0] == texts[1]
+    assert len(texts[0][0]) >= 16
 
 
 @pytest.mark.parametrize("model_type", ["t5", "m2m_100"])
@@ -350,9 +393,11 @@ def test_code_that_is_not_ours_runs_only_where_it_is_trusted(tmp_path: Path) -> 
     load_seq2seq_lm(out)  # the type is known to the Auto classes from here on
     file = out / "modeling_headfold_t5.py"
     file.write_text(file.read_text() + "\nHeadfoldT5ForConditionalGeneration.changed = True\n")
-    for use in (load_config, load_seq2seq_lm, check_checkpoint):
+    again = tmp_path / "again"
+    for use in (load_config, load_seq2seq_lm, check_checkpoint, lambda at: convert_checkpoint(at, again, groups=1)):
         with pytest.raises(UnsupportedError, match="not the file that this version of headfold writes"):
             use(out)
+    assert not again.exists()
     assert load_seq2seq_lm(out, trust_remote_code=True).changed
     file.unlink()
     with pytest.raises(CheckpointError, match=r"lacks modeling_headfold_t5\.py"):
@@ -373,14 +418,49 @@ def test_a_missing_weight_is_an_error_of_the_class_itself(model_type: str, tmp_p
         load_seq2seq_lm(out)
 
 
+def test_what_both_files_have_is_the_same_in_both() -> None:
+    """Each must stand alone beside the weights, so neither can import the other's."""
+    t5, bart = modeling_headfold_t5, modeling_headfold_bart
+    for name in ("attend", "forbidding", "require_columns", "refuse_unknown", "_loss"):
+        assert inspect.getsource(getattr(t5, name)) == inspect.getsource(getattr(bart, name)), name
+    loads = [kind.from_pretrained for kind in (t5.HeadfoldT5PreTrainedModel, bart.HeadfoldBartPreTrainedModel)]
+    assert inspect.getsource(loads[0]) == inspect.getsource(loads[1])
+
+
+def test_what_is_said_of_versions_is_what_the_files_say() -> None:
+    for own in OWN_TYPES.values():
+        own.classes()
+        tested = " and ".join(sys.modules[f"{modelling.__name__}.{own.module}"].TESTED)
+        assert f"transformers {tested}" in (OWN_DECODER.runs if own.model_type == OWN_DECODER.model_type else RUNS)
+
+
 @pytest.mark.parametrize("name", sorted(OWN_TYPES))
 def test_another_version_of_transformers_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = OWN_TYPES[name]
     for version in ("5.25.0", "4.56.2"):
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
         monkeypatch.delitem(sys.modules, f"{modelling.__name__}.{own.module}", raising=False)
-        with pytest.raises(UnsupportedError, match=f"4.57 and 5.24.*{version}"):
+        with pytest.raises(UnsupportedError, match=rf"4.57 and 5.24.*{version}.*pip install .transformers==5\.24"):
             own.classes()
+
+
+def test_inspect_shows_what_this_version_of_transformers_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model_type in ("gpt2", "bloom"):
+        tiny_model(model_type).save_pretrained(tmp_path / model_type)
+    save("t5", tmp_path / "t5")
+    assert [row.groups for row in inspect_checkpoint(tmp_path / "gpt2").cache] == [4, 2, 1]
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.25.0")
+    for own in OWN_TYPES.values():
+        monkeypatch.delitem(sys.modules, f"{modelling.__name__}.{own.module}", raising=False)
+    found = inspect_checkpoint(tmp_path / "gpt2")
+    assert [row.groups for row in found.cache] == [4, 1]
+    assert "as gpt_bigcode" in str(found.route)
+    assert "headfold_decoder cannot be used here" in str(found.route)
+    for model_type in ("bloom", "t5"):
+        with pytest.raises(UnsupportedError, match=r"pip install .transformers==5\.24"):
+            inspect_checkpoint(tmp_path / model_type)
 
 
 def turn_heads(folder: Path) -> None:
@@ -429,6 +509,30 @@ def test_other_encoder_decoders_are_refused_by_name(model_type: str, tmp_path: P
     with pytest.raises(UnsupportedError, match=model_type) as caught:
         plan_conversion(tmp_path, groups=2)
     assert "m2m_100" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("model_type", tiny.PAIRS)
+def test_tables_of_their_own_for_encoder_or_decoder_are_refused(model_type: str, tmp_path: Path) -> None:
+    """As save_pretrained writes them where nothing is tied, and as copies in an old file of which one differs."""
+    source = save(model_type, tmp_path / "source")
+    shared = next(name for name in load_file(source / "model.safetensors") if name.endswith("shared.weight"))
+    names = [shared.replace("shared", f"{side}.embed_tokens") for side in ("encoder", "decoder")]
+    rewrite_file(source, lambda held: {**held, **dict.fromkeys(names, held[shared])})
+    assert plan_conversion(source, groups=GROUPS)
+    for name in names:
+        rewrite_file(
+            source, lambda held, name=name: {**held, **dict.fromkeys(names, held[shared]), name: 2 * held[shared]}
+        )
+        with pytest.raises(UnsupportedError, match="one embedding for the encoder"):
+            plan_conversion(source, groups=GROUPS)
+    untied = save(model_type, tmp_path / "untied", tie_word_embeddings=False)
+    if model_type in ("t5", "mt5"):  # where the word is of the head alone
+        own = load_seq2seq_lm(convert_checkpoint(untied, tmp_path / "out", groups=HEADS)).eval()
+        assert difference(native(untied), own) < 1e-5
+    else:
+        with pytest.raises(UnsupportedError, match="one embedding for the encoder"):
+            convert_checkpoint(untied, tmp_path / "out", groups=GROUPS)
+        assert not (tmp_path / "out").exists()
 
 
 def test_other_classes_and_embeddings_of_two_sides_are_refused(tmp_path: Path) -> None:

@@ -136,6 +136,15 @@ def test_a_pair_is_compared_with_pairs_alone(tiny_t5, tiny_checkpoint, words_fil
     assert not list(tmp_path.iterdir())
 
 
+def test_a_column_of_plain_text_is_refused(tiny_t5, tmp_path):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("alpha beta gamma delta " * 10)
+    with pytest.raises(UsageError, match="no columns"):
+        compare(
+            str(tiny_t5), [], out=tmp_path / "report", settings=EvalSettings(data=str(plain), source_column="input")
+        )
+
+
 def test_other_tokenizers_are_refused(tiny_t5, word_tokenizer, words_file, tmp_path):
     """The spans would be others."""
     from tokenizers import Tokenizer
@@ -226,6 +235,23 @@ def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
 
     settle(EvalSettings(dtype=dtype), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
     assert ("overflows float16" in capfd.readouterr().err.replace("\n", " ")) is warned
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"tasks": ["piqa"], "stride": 8, "bos": False}, "encoder-decoders: --stride, --bos, --tasks."),
+        ({"needles": 3, "memory": "1GB"}, "encoder-decoders: --memory, --needles."),
+        ({"needles": 0}, None),
+    ],
+)
+def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, tiny_t5, capfd):
+    from headfold.eval.protocol import settle
+    from headfold.eval.subjects import open_subjects
+
+    settle(EvalSettings(**given), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
+    said = " ".join(capfd.readouterr().err.split())
+    assert (named in said) if named else ("Not used" not in said)
 
 
 @pytest.mark.parametrize("model_type", ["bart", "m2m_100"])

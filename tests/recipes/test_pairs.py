@@ -59,7 +59,8 @@ def test_a_sweep_measures_targets(tiny_t5, text_file, tmp_path):
     from headfold.convert.calibrated import Calibration
 
     settings = SweepSettings([2], ["mean"], str(text_file), Calibration(None), tokens=200, window=32)
-    sweep(str(tiny_t5), tmp_path / "sweep", settings)
+    page = sweep(str(tiny_t5), tmp_path / "sweep", settings).read_text()
+    assert "per target token" in page
     rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["rows"]
     assert [(row["method"], row["groups"]) for row in rows] == [("source", 4), ("mean", 2)]
     assert rows[0]["perplexity"] != rows[1]["perplexity"]

@@ -43,6 +43,7 @@ def test_every_method_is_measured_at_every_number_of_groups(tiny_checkpoint, set
     assert found["mean", 1]["perplexity"] != pytest.approx(found["source", 2]["perplexity"], rel=1e-6)
     assert page.read_text().count("<tr>") == 1 + len(found)
     assert page.read_text().count("<svg") == 1
+    assert "per target token" not in page.read_text()
     assert "http" not in page.read_text().replace("http-equiv", "")
     picture = (255 * imread(page.with_name("sweep.png"))[..., :3]).round().astype(int).reshape(-1, 3).tolist()
     assert [255, 255, 255] in picture

@@ -54,7 +54,9 @@ def test_warmup_stable_decay_falls_in_the_last_fifth():
 
 def test_without_warm_up_the_first_step_has_the_peak():
     for steps in (1, 2, 10):
-        assert make_schedule(UptrainSettings(warmup=0, steps=steps), steps)(0) == pytest.approx(1e-3)
+        assert make_schedule(UptrainSettings(warmup=0, steps=steps, learning_rate=1e-3), steps)(0) == pytest.approx(
+            1e-3
+        )
 
 
 def test_norms_and_biases_are_not_decayed():
@@ -116,3 +118,34 @@ def test_pretraining_tokens_are_known_from_the_record_of_a_conversion(tmp_path):
     assert resolve_pretraining(settings, "unknown").pretraining_tokens is None
     given = UptrainSettings(fraction=0.05, pretraining_tokens=7)
     assert resolve_pretraining(given, "meta-llama/Llama-2-7b-hf") is given
+
+
+def test_adafactor_does_not_feel_the_unit_of_the_gradient():
+    """Its second moment takes the unit away, down to gradients of large models."""
+    ways = []
+    for scale in (1.0, 1e-3, 1e-7):
+        layer = torch.nn.Linear(8, 16)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-1, 1, 128).view(16, 8))
+            layer.bias.copy_(torch.linspace(1, 2, 16))
+        begun = [weight.detach().clone() for weight in layer.parameters()]
+        optimizer = make_optimizer(layer, UptrainSettings(optimizer="adafactor", learning_rate=1e-2, weight_decay=0.0))
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for weight in layer.parameters():
+                weight.grad = scale * torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        ways.append([weight.detach() - start for weight, start in zip(layer.parameters(), begun, strict=True)])
+    for way in ways[1:]:
+        assert all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(way, ways[0], strict=True))
+    assert all(float(one.abs().max()) > 1e-3 for one in ways[0])
+
+
+def test_adafactor_leaves_rows_without_a_gradient_finite():
+    layer = torch.nn.Linear(8, 16, bias=False)
+    optimizer = make_optimizer(layer, UptrainSettings(optimizer="adafactor", learning_rate=1e-2, weight_decay=0.0))
+    for _ in range(2):
+        layer.weight.grad = torch.zeros(16, 8)
+        layer.weight.grad[3] = 1e-6
+        optimizer.step()
+    assert layer.weight.isfinite().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headfold.errors import HeadfoldError, UsageError
-from headfold.uptrain.cost import Shape, plan_cost, shape_on_paper
+from headfold.uptrain.cost import Shape, on_paper, plan_cost
 from headfold.uptrain.dryrun import look_ahead, measure
 from headfold.uptrain.launch import Layout
 from headfold.uptrain.settings import UptrainSettings
@@ -34,14 +34,19 @@ def test_operations_and_memory_of_a_known_model():
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "t5", "bart"])
 def test_activations_are_what_autograd_keeps(model_type, bf16):
     """Within a factor of two for layers of a usual shape; in bf16 with a copy of each weight that is multiplied."""
     import torch
-    from tiny import tiny_model
+    from headfold.checkpoint.backbone import Backbone
+    from tiny import tiny_model, tiny_pair
 
-    model = tiny_model(model_type, heads=8, intermediate_size=352)
+    pair = model_type in ("t5", "bart")
+    wide = {"d_ff": 256, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+    model = tiny_pair(model_type, **wide) if pair else tiny_model(model_type, heads=8, intermediate_size=352)
     model.train()
+    ids = torch.ones(4, 64, dtype=torch.long)
+    backbone, inputs = Backbone.of(model), {"input_ids": ids, **({"decoder_input_ids": ids} if pair else {})}
     kept: dict[int, int] = {}
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
 
@@ -53,20 +58,60 @@ def test_activations_are_what_autograd_keeps(model_type, bf16):
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        states = model.model(input_ids=torch.ones(4, 64, dtype=torch.long), use_cache=False).last_hidden_state
+        states = backbone(**inputs, use_cache=False).last_hidden_state
         found = sum(kept.values())
         del states
     shape = Shape.of(model)
-    plan = plan_cost(UptrainSettings(block=64, micro_batch=4), 1, shape, bf16=bf16)
-    copied = 2 * (shape.parameters - shape.vocabulary * shape.hidden * 2) if bf16 else 0  # of the layers alone
+    wanted = UptrainSettings(block=64, micro_batch=4, target_column="answer" if pair else None)
+    plan = plan_cost(wanted, 1, shape, bf16=bf16)
+    head = shape.vocabulary * shape.hidden
+    copied = 2 * (shape.parameters - shape.looked_up - head) if bf16 else 0  # of the layers alone
     assert found / 2 < plan.memory["activations"] + copied < found * 2
+
+
+@pytest.mark.parametrize(("kind", "embeddings"), [("shared", 1), ("one a side", 2), ("and a head of its own", 3)])
+def test_what_is_multiplied_and_what_is_looked_up(kind, embeddings):
+    """Marian's tables by hand: positions and embeddings are looked up, the head is multiplied once a target."""
+    from tiny import tiny_pair
+
+    model = tiny_pair(
+        "marian", share_encoder_decoder_embeddings=embeddings == 1, tie_word_embeddings=embeddings < 3,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    width, rows, inner = 64, 300, 48
+    attention, norm, head = 4 * (width**2 + width), 2 * width, rows * width
+    feed_forward = 2 * width * inner + width + inner
+    source = 2 * (width**2 + width)  # keys and values of what was read
+    read = 2 * (attention + feed_forward + 2 * norm) + 2 * source
+    written = 2 * (2 * attention + feed_forward + 3 * norm) - 2 * source + head
+    shape = Shape.of(model)
+    assert sum(one.numel() for one in model.parameters()) == shape.parameters
+    assert shape.looked_up == (embeddings - 1) * head + 2 * 40 * width
+    assert (shape.written, shape.per_token(1.0)) == (written, read + written)
+    assert shape.per_token(0.25) == round(read + written / 4)
+
+
+def test_positions_of_a_decoder_are_looked_up_too():
+    from tiny import tiny_model
+
+    gpt2 = tiny_model("gpt2", n_positions=40)
+    assert Shape.of(gpt2).looked_up == gpt2.transformer.wpe.weight.numel() == 40 * 64
+
+
+def test_hidden_states_stand_in_memory_for_what_is_written(tiny_t5):
+    """Those of the two decoder layers at 114 targets for 512 tokens read, against those of a decoder for all 512."""
+    shape = Shape.of(on_paper(tiny_t5)[0])
+    wanted = UptrainSettings(block=512, micro_batch=2, hidden_weight=1.0)
+    assert plan_cost(wanted, 1, shape, shape).memory["hidden states"] == 2 * 2 * 114 * 32 * 4
+    pairs = wanted.model_copy(update={"target_column": "answer"})
+    assert plan_cost(pairs, 1, shape, shape).memory["hidden states"] == 2 * 2 * 512 * 32 * 4
 
 
 def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
     rows = dict(look_ahead(tiny_checkpoint, settings(), Layout()))
     assert rows["tokens"] == "768"
     assert rows["teacher"] == "none"
-    assert int(rows["parameters"].replace(",", "")) == shape_on_paper(tiny_checkpoint)[0].parameters
+    assert int(rows["parameters"].replace(",", "")) == Shape.of(on_paper(tiny_checkpoint)[0]).parameters
     with pytest.raises(HeadfoldError, match=r"needs about .* GiB on each device, and a device has 0\.0 GiB"):
         look_ahead(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
 
@@ -98,7 +143,7 @@ def test_what_a_run_computes_in_is_what_is_counted(
     wanted = settings(**{"precision": "auto", "batch": 8, "teacher": str(tiny_checkpoint), **given})
     rows = dict(look_ahead(tiny_checkpoint, wanted, layout))
     assert rows["forward pass in"] == expected
-    shape = shape_on_paper(tiny_checkpoint)[0]
+    shape = Shape.of(on_paper(tiny_checkpoint)[0])
     assert plans[0].memory["teacher"] == teacher_bytes * shape.parameters // (8 if layout.sharded else 1)
     per_number = plans[0].memory["activations"] / ((12 * shape.hidden + 5 * shape.inner) * shape.layers)
     blocks = 1 if layout.processes == 8 else 2
@@ -108,6 +153,42 @@ def test_what_a_run_computes_in_is_what_is_counted(
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_the_run(tiny_checkpoint, settings):
     with pytest.raises(UsageError, match="batch of 4 blocks cannot be shared evenly by 8"):
         look_ahead(tiny_checkpoint, settings(), Layout(8, True))
+
+
+@pytest.mark.parametrize(
+    ("which", "given", "layout", "why"),
+    [
+        ("tiny_t5", {"optimizer": "adafactor"}, Layout(2, True), "Adafactor was not tried"),
+        ("tiny_t5", {"isolate_documents": True}, Layout(), "models without an encoder"),
+        ("tiny_checkpoint", {"target_column": "answer.back"}, Layout(), "LlamaForCausalLM has no encoder"),
+        ("tiny_checkpoint", {"noise_density": 0.3}, Layout(), "LlamaForCausalLM has no encoder"),
+        ("tiny_checkpoint", {"block": 65}, Layout(), "longer than the 64"),
+    ],
+)
+def test_what_a_run_refuses_is_refused_before_it(which, given, layout, why, settings, request):
+    checkpoint = request.getfixturevalue(which)
+    with pytest.raises(HeadfoldError, match=why):
+        look_ahead(checkpoint, settings(**given), layout)
+    assert look_ahead(checkpoint, settings(), layout)
+
+
+def test_adafactor_is_refused_under_fsdp_before_a_model_is_read(tiny_t5, settings, tmp_path, monkeypatch):
+    from headfold.uptrain import loop
+
+    real, sharded = loop.make_accelerator, []
+
+    def accelerate(*arguments):
+        monkeypatch.setattr(type(made := real(*arguments)), "is_fsdp2", bool(sharded), raising=True)
+        return made
+
+    monkeypatch.setattr(loop, "make_accelerator", accelerate)
+    wanted = settings(optimizer="adafactor")
+    assert loop.open_run(tiny_t5, tmp_path / "out", wanted)
+    sharded.append(True)
+    monkeypatch.setattr(loop, "build_student", lambda *arguments: pytest.fail("read"))
+    with pytest.raises(HeadfoldError, match="Adafactor was not tried"):
+        loop.open_run(tiny_t5, tmp_path / "out", wanted)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_config_the_budget_is_still_told(settings, capfd):

@@ -24,7 +24,8 @@ from headfold.uptrain.split import Split
 from headfold.uptrain.step import Stepper
 from runs import metrics, same, weights
 from tiny import randomise, tiny_config
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, MBart50Tokenizer, MBartTokenizer
+from transformers.models.t5.modeling_t5 import T5LayerFF
 
 TYPES = ["t5", "mt5", "bart", "mbart", "marian", "pegasus", "m2m_100"]
 
@@ -69,11 +70,10 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(model_type):
         loss.backward()
         total += float(loss.detach())
     assert total == pytest.approx(float(own.detach()), rel=1e-6)
-    for name, one in model.named_parameters():
-        if one.grad is not None:
-            assert torch.allclose(one.grad, expected[name], atol=2e-6 * max(1.0, float(expected[name].abs().max()))), (
-                name
-            )
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert torch.allclose(one, expected[name], atol=2e-6 * max(1.0, float(expected[name].abs().max()))), name
 
 
 def test_a_wrong_mask_or_shifted_labels_change_the_loss():
@@ -152,6 +152,33 @@ def test_sources_fill_the_block_and_go_on_where_they_were(tiny_t5, text_file):
     assert [next(stream) for stream in [Mixture(parts, again)] for _ in range(40)] != whole
 
 
+def test_spans_do_not_hang_on_where_the_text_lies(tiny_t5, text_file, tmp_path):
+    """Nor are they the same in two corpora of a mixture."""
+    tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
+    exercise = Spans(SpanCorruption.of(tokenizer), tokenizer, model, block=32, seed=7)
+    moved, other = tmp_path / "moved.jsonl", tmp_path / "other.jsonl"
+    moved.write_bytes(text_file.read_bytes())
+    other.write_bytes(b"".join(reversed(text_file.read_bytes().splitlines(keepends=True))))
+    here, there, reversed_ = (
+        [next(stream) for stream in [exercise.stream(open_corpus(str(file)), None)] for _ in range(20)]
+        for file in (text_file, moved, other)
+    )
+    assert here == there
+
+    def cuts(pairs):
+        return [[place for place, token in enumerate(pair.source) if token > 10] for pair in pairs]
+
+    assert cuts(here) != cuts(reversed_)
+
+
+def test_only_a_padded_micro_batch_has_a_mask():
+    batch = batch_of(tiny_pair_model("t5"), [Pair([5, 6, 7], [8]), Pair([5, 6, 7], [8, 9]), Pair([5], [6])])
+    first, last = batch.split(2)
+    assert "attention_mask" not in first.inputs
+    assert "attention_mask" not in last.inputs
+    assert ["attention_mask" in micro.inputs for micro in batch.split(3)] == [True]
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_gq079_processes_share_the_pairs_of_a_step(processes, tiny_t5, pairs_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
@@ -184,6 +211,32 @@ def test_long_sides_are_cut_and_keep_their_end_and_that_is_said_once(tiny_t5, ca
     assert (len(pair.source), pair.source[-1], len(pair.target)) == (4, 1, 2)
     encode("alpha beta gamma delta epsilon", "beta")
     assert capfd.readouterr().err.count("are cut there") == 1
+
+
+def test_a_cut_side_keeps_all_that_the_tokenizer_adds():
+    """mBART's sources end with EOS and a language."""
+    tokenizer = MBartTokenizer(src_lang="en_XX", tgt_lang="ro_RO")
+    whole, cut = (PairEncoder(tokenizer, longest)("a b c d e f", "a b c d e f") for longest in (100, 5))
+    english, romanian = tokenizer.convert_tokens_to_ids(["en_XX", "ro_RO"])
+    assert len(whole.source) > 5
+    assert (cut.source[-2:], cut.target[-2:]) == ([2, english], [2, romanian])
+    assert (len(cut.source), len(cut.target)) == (5, 5)
+    assert cut.source[:3] == whole.source[:3]
+    with pytest.raises(UsageError, match="no room for text"):
+        PairEncoder(tokenizer, 2)
+
+
+@pytest.mark.parametrize("kind", [MBartTokenizer, MBart50Tokenizer])
+def test_targets_of_no_language_are_refused(kind):
+    with pytest.raises(UsageError, match="which one the targets are in"):
+        PairEncoder(kind(src_lang="en_XX"), 16)
+
+
+def test_a_language_is_read_off_the_tokenizer_config(tmp_path):
+    MBart50Tokenizer(src_lang="en_XX", tgt_lang="ro_RO").save_pretrained(tmp_path)
+    tokenizer = MBart50Tokenizer.from_pretrained(tmp_path)
+    pair = PairEncoder(tokenizer, 16)("a", "a")
+    assert tokenizer.convert_ids_to_tokens([pair.source[0], pair.target[0]]) == ["en_XX", "ro_RO"]
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +328,16 @@ def test_a_decoder_may_read_another_column(tiny_checkpoint, settings, pairs_file
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
 
 
+def test_plain_text_may_stand_beside_a_column_of_other_text(tiny_checkpoint, settings, pairs_file, tmp_path):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("alpha beta gamma delta " * 40)
+    columns = {"source_column": "input", "steps": 1}
+    wanted = settings(data=(str(pairs_file), str(plain)), eval_data=str(plain), **columns)
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
+    with pytest.raises(UsageError, match="no columns"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "idle", settings(data=str(plain), **columns))
+
+
 def test_plain_text_has_no_columns(tmp_path):
     (tmp_path / "plain.txt").write_text("alpha beta")
     for name in ("stdlib", str(tmp_path / "plain.txt")):
@@ -297,13 +360,14 @@ def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     assert targets_per_token(wanted, True) == 114 / 512
     assert targets_per_token(wanted, False) == targets_per_token(UptrainSettings(target_column="answer"), True) == 1
     attention, feed_forward, norm = 4 * 32 * 32, 2 * 32 * 64, 32
-    buckets, vocabulary = 32 * 4, 31
-    read = 2 * (attention + feed_forward + 2 * norm) + buckets + norm + 2 * 2 * 32 * 32
-    written = 2 * (2 * attention - 2 * 32 * 32 + feed_forward + 3 * norm) + buckets + norm + vocabulary * 32
+    buckets, vocabulary = 32 * 4, 31  # of relative positions, which are looked up, on each side
+    read = 2 * (attention + feed_forward + 2 * norm) + norm + 2 * 2 * 32 * 32
+    written = 2 * (2 * attention - 2 * 32 * 32 + feed_forward + 3 * norm) + norm + vocabulary * 32
     shape = Shape.of(model)
-    assert (shape.parameters, shape.written, shape.decoder_layers) == (read + written, written, 2)
-    assert flops_per_token(model, targets=0.25) == 6 * round(read + written / 4)
-    assert flops_per_token(model, model) == 8 * (read + written)
+    assert (shape.parameters, shape.looked_up) == (read + written + 2 * buckets, 2 * buckets)
+    assert (shape.written, shape.decoder_layers) == (written, 2)
+    assert flops_per_token(shape, targets=0.25) == 6 * round(read + written / 4)
+    assert flops_per_token(shape, shape) == 8 * (read + written)
     assert plan_cost(wanted, 512, shape).flops == pytest.approx(6 * (512 * read + 114 * written), rel=1e-3)
 
 
@@ -351,10 +415,23 @@ def test_adafactor_learns_resumes_to_the_bit_and_keeps_little(spanned, tiny_t5, 
     assert not same(weights(whole), weights(spanned[1]))
 
 
-def test_activations_computed_again_teach_the_same(spanned, tiny_t5, tmp_path):
-    wanted = spanned[0].model_copy(update={"gradient_checkpointing": True, "steps": 3, "eval_data": None})
-    plain = wanted.model_copy(update={"gradient_checkpointing": False})
-    again, kept = (uptrain_checkpoint(tiny_t5, tmp_path / name, how) for name, how in (("a", wanted), ("b", plain)))
-    assert [line["loss"] for line in metrics(again, "train")] == pytest.approx(
-        [line["loss"] for line in metrics(kept, "train")], rel=1e-6
-    )
+def test_activations_computed_again_teach_the_same(spanned, tiny_t5, tmp_path, monkeypatch):
+    """Each block runs once more in the backward pass, seen by its feed-forward layer."""
+    real, runs = T5LayerFF.forward, []
+
+    def count(self, *given, **named):
+        runs.append(1)
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(T5LayerFF, "forward", count)
+    wanted = spanned[0].model_copy(update={"steps": 3, "eval_data": None})
+    losses, counts = [], []
+    for again in (False, True):
+        runs.clear()
+        how = wanted.model_copy(update={"gradient_checkpointing": again})
+        losses.append(
+            [line["loss"] for line in metrics(uptrain_checkpoint(tiny_t5, tmp_path / f"{again}", how), "train")]
+        )
+        counts.append(len(runs))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert counts[1] - counts[0] == 3 * 2 * 4  # steps, micro-batches of each, blocks of both sides
