@@ -32,6 +32,9 @@ def state(folder):
     weights = {name: digest for name, digest in sorted(files.items()) if name not in ("headfold.json", "README.md")}
     return hashlib.sha256(repr((named, weights)).encode()).hexdigest()
 
+def names():
+    return {path.name for path in work.iterdir() if ".unfinished-" in path.name}
+
 convert(folder=work / "warm")
 began = time.monotonic()
 convert(folder=work / "new")
@@ -44,11 +47,17 @@ for attempt in range(20):
     shutil.rmtree(out, ignore_errors=True)
     if attempt % 2:
         shutil.copytree(work / "old", out)
+    before = names()
     child = os.fork()
     if child == 0:
         convert()
         os._exit(0)
-    time.sleep(dice.uniform(0, 1.3 * seconds))
+    if attempt % 4 < 2:
+        time.sleep(dice.uniform(0, 1.3 * seconds))
+    else:  # planning takes most of the time, so half of the kills come after the first file
+        while not names() - before and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.0005)
+        time.sleep(dice.uniform(0, 0.2 * seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     beside = [path.name for path in work.iterdir() if path.name.startswith(("out", ".out"))]
