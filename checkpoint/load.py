@@ -92,24 +92,6 @@ def blank_language_model(
         raise _cannot_load(folder, problem) from problem
 
 
-def load_seq2seq_lm(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | str = "auto",
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """:func:`load_language_model` for what works on encoder-decoders alone.
-
-    Raises:
-        UnsupportedError: the checkpoint has no encoder.
-    """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if not is_seq2seq(config):
-        raise UnsupportedError(f"{folder} ({config.model_type}) is no encoder-decoder, and this needs one.")
-    return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
-
-
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The checkpoint's config as transformers, or a class of our own, reads it.
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from headfold import cli
-from headfold.checkpoint.load import load_seq2seq_lm
+from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
 from headfold.convert.energy import extended, rotary_rows, score_energy
@@ -49,7 +49,7 @@ def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text:
     assert len(modules) == 2 + 4
     assert found.layers == 6
 
-    model = load_seq2seq_lm(tiny_t5).eval()
+    model = load_language_model(tiny_t5).eval()
     blocks_NB = torch.load(_ids(calibration, tiny_t5, tmp_path))
     sources, targets = corrupted(blocks_NB, _tokenizer(tiny_t5))
     decoder_ids = model.prepare_decoder_input_ids_from_labels(targets)
@@ -123,7 +123,7 @@ def _with_turned_heads(source: Path, folder: Path) -> Path:
 
 
 def logits(folder: Path) -> Tensor:
-    model = load_seq2seq_lm(folder).eval()
+    model = load_language_model(folder).eval()
     ids = torch.randint(3, 20, (3, 12), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         return model(input_ids=ids, decoder_input_ids=ids[:, 5:]).logits
@@ -161,7 +161,7 @@ def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_p
     assert (entry["method"], entry["grouping"], entry["encoder_converted"]) == ("folded", "contiguous", True)
     assert entry["statistics"]["block"] == "24"
     assert entry["refinement"] is None
-    config = load_seq2seq_lm(tmp_path / "out").config
+    config = load_language_model(tmp_path / "out").config
     assert config.num_key_value_heads == config.encoder_num_key_value_heads == 2
 
 

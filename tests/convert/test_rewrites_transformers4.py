@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm, load_seq2seq_lm
+from headfold.checkpoint.load import load_causal_lm, load_language_model
 from headfold.convert.run import convert_checkpoint
 from tiny import PAIRS, logits_of, tiny_model, tiny_pair
 
@@ -166,7 +166,7 @@ def test_transformers_4_runs_the_code_of_encoder_decoders(old_transformers: Path
     assert done.returncode == 0, done.stderr
     for folder in folders:
         logits, (cached, uncached), heads = torch.load(folder / "found.pt")
-        model = load_seq2seq_lm(folder).eval()
+        model = load_language_model(folder).eval()
         with torch.no_grad():
             expected = model(**given, use_cache=False).logits
         assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5, folder.name

@@ -16,7 +16,7 @@ import tiny
 import torch
 import transformers
 from headfold.checkpoint import modelling
-from headfold.checkpoint.load import load_config, load_seq2seq_lm
+from headfold.checkpoint.load import load_config, load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, modeling_headfold_t5
 from headfold.convert.check import check_checkpoint
 from headfold.convert.inspect import inspect_checkpoint
@@ -68,7 +68,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tiny_pair(request.param).save_pretrained(place / "source")
     repeat_heads(place / "source")
     folder = convert_checkpoint(place / "source", place / "out", groups=GROUPS)
-    yield Made(place / "source", native(place / "source"), folder, load_seq2seq_lm(folder).eval())
+    yield Made(place / "source", native(place / "source"), folder, load_language_model(folder).eval())
     shutil.rmtree(place)
 
 
@@ -125,7 +125,7 @@ def test_equal_heads_merge_exactly(made: Made) -> None:
 def test_all_heads_kept_gives_the_source_s_logits_and_text(made: Made, tmp_path: Path) -> None:
     folder = convert_checkpoint(made.source, tmp_path / "all", groups=HEADS)
     assert (folder / "model.safetensors").read_bytes() == (made.source / "model.safetensors").read_bytes()
-    own = load_seq2seq_lm(folder).eval()
+    own = load_language_model(folder).eval()
     assert difference(made.native, own) < 1e-5
     assert greedy(own) == greedy(made.native)
 
@@ -139,7 +139,7 @@ def test_gq060_t5_with_equal_heads_and_the_plain_class(tmp_path: Path) -> None:
             tensors[name] = tensor.unflatten(0, (8, -1))[[0, 0, 0, 0, 4, 4, 4, 4]].flatten(0, 1).contiguous()
     save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     folder = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
-    source, own = native(tmp_path / "source"), load_seq2seq_lm(folder).eval()
+    source, own = native(tmp_path / "source"), load_language_model(folder).eval()
     assert difference(source, own) < 1e-5
     assert greedy(own) == greedy(source)
     result = load_file(folder / "model.safetensors")
@@ -178,7 +178,7 @@ def test_beams_static_caches_and_attention_weights(made: Made) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_as_the_source_does(made: Made, dtype: torch.dtype) -> None:
-    own = load_seq2seq_lm(made.folder, dtype=dtype).eval()
+    own = load_language_model(made.folder, dtype=dtype).eval()
     half = transformers.AutoModelForSeq2SeqLM.from_pretrained(made.source, dtype=dtype).eval()
     assert {name: weight.dtype for name, weight in own.named_parameters()} == {
         name: weight.dtype for name, weight in half.named_parameters() if name in own.state_dict()
@@ -194,11 +194,11 @@ def test_saved_and_loaded_again_it_is_the_same(made: Made, tmp_path: Path) -> No
     own = OWN_TYPES[made.own.config.model_type]
     assert (tmp_path / "again" / own.file_name).read_bytes() == own.code
     assert json.loads((tmp_path / "again" / "config.json").read_text())["auto_map"] == own.auto_map
-    assert torch.equal(logits(load_seq2seq_lm(tmp_path / "again").eval()), logits(made.own))
+    assert torch.equal(logits(load_language_model(tmp_path / "again").eval()), logits(made.own))
 
 
 def test_a_training_step_reaches_every_weight(made: Made) -> None:
-    model = load_seq2seq_lm(made.folder).train()
+    model = load_language_model(made.folder).train()
     model.gradient_checkpointing_enable()
     given = inputs(model.config)
     labels = given["decoder_input_ids"].masked_fill(given["decoder_attention_mask"] == 0, -100)
@@ -240,7 +240,7 @@ def test_a_cache_while_checkpointing_and_unknown_words_are_refused(made: Made) -
     for unknown in ("head_mask", "position_ids", "decoder_attention_masks"):
         with pytest.raises(ValueError, match=f"does not know {unknown}"):
             made.own(**given, **{unknown: torch.ones(2, 7)})
-    model = load_seq2seq_lm(made.folder).train()
+    model = load_language_model(made.folder).train()
     with torch.no_grad():
         cache = model(**given, use_cache=True).cache
     model.gradient_checkpointing_enable()
@@ -257,7 +257,7 @@ def save(model_type: str, folder: Path, **over: Any) -> Path:
 def test_control_heads_repeated_in_another_order_are_noticed(model_type: str, tmp_path: Path) -> None:
     source = save(model_type, tmp_path / "source")
     repeat_heads(source, tile=True)
-    own = load_seq2seq_lm(convert_checkpoint(source, tmp_path / "out", groups=GROUPS)).eval()
+    own = load_language_model(convert_checkpoint(source, tmp_path / "out", groups=GROUPS)).eval()
     assert difference(native(source), own) > 1e-2
 
 
@@ -265,7 +265,7 @@ def test_control_heads_repeated_in_another_order_are_noticed(model_type: str, tm
 def test_the_encoder_is_converted_where_that_is_asked_for(model_type: str, tmp_path: Path) -> None:
     source = save(model_type, tmp_path / "source")
     repeat_heads(source)
-    own = load_seq2seq_lm(convert_checkpoint(source, tmp_path / "out", groups=GROUPS, encoder=True)).eval()
+    own = load_language_model(convert_checkpoint(source, tmp_path / "out", groups=GROUPS, encoder=True)).eval()
     assert own.config.num_key_value_heads == own.config.encoder_num_key_value_heads == GROUPS
     assert difference(native(source), own) < 1e-5
 
@@ -281,7 +281,7 @@ def test_other_methods(method: str, tmp_path: Path) -> None:
     source = save("t5", tmp_path / "source")
     repeat_heads(source)
     out = convert_checkpoint(source, tmp_path / "out", groups=GROUPS, method=method)
-    assert (difference(native(source), load_seq2seq_lm(out).eval()) < 1e-5) == (method == "first")
+    assert (difference(native(source), load_language_model(out).eval()) < 1e-5) == (method == "first")
 
 
 def test_a_head_of_its_own_stays_and_is_not_scaled(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_head_of_its_own_stays_and_is_not_scaled(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = torch.randn_like(tensors["shared.weight"])
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    own = load_seq2seq_lm(convert_checkpoint(source, tmp_path / "out", groups=HEADS)).eval()
+    own = load_language_model(convert_checkpoint(source, tmp_path / "out", groups=HEADS)).eval()
     assert own.config.scale_decoder_outputs is False
     assert own.config.tie_word_embeddings is False
     assert difference(native(source), own) < 1e-5
@@ -314,7 +314,7 @@ def test_copies_of_the_embedding_and_dead_weights_of_old_files_come_along(tmp_pa
     rewrite_file(source, lambda held: {**held, **dict.fromkeys(twins, held["shared.weight"]), dead: torch.ones(8, 4)})
     out = convert_checkpoint(source, tmp_path / "out", groups=HEADS)
     assert load_file(out / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
-    own = load_seq2seq_lm(out).eval()
+    own = load_language_model(out).eval()
     assert own.config.tie_word_embeddings is True
     assert difference(native(source), own) < 1e-5
     assert check_checkpoint(out).rows
@@ -330,12 +330,12 @@ def test_names_without_the_prefix_of_the_whole_are_found(tmp_path: Path) -> None
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["BartModel"]}))
     out = convert_checkpoint(source, tmp_path / "out", groups=GROUPS)
-    own = load_seq2seq_lm(out).eval()
+    own = load_language_model(out).eval()
     assert difference(native(source), own) < 1e-5
     assert load_file(out / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
     again = convert_checkpoint(out, tmp_path / "again", groups=1)
     direct = convert_checkpoint(source, tmp_path / "direct", groups=1)
-    assert difference(load_seq2seq_lm(direct).eval(), load_seq2seq_lm(again).eval()) < 1e-5
+    assert difference(load_language_model(direct).eval(), load_language_model(again).eval()) < 1e-5
 
 
 def test_shards_stay_and_the_record_says_what_became_of_it(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(tmp_path: Path)
     said = {"num_beams": 4, "length_penalty": 2.0, "no_repeat_ngram_size": 3, "max_length": 24, "min_length": 16}
     (source / "config.json").write_text(json.dumps({**config, **said, "temperature": 0.7}))  # which nothing uses
     out = convert_checkpoint(source, tmp_path / "out", groups=HEADS)
-    own, first = load_seq2seq_lm(out).eval(), native(source)
+    own, first = load_language_model(out).eval(), native(source)
     assert own.generation_config.forced_eos_token_id == first.generation_config.forced_eos_token_id == 2
     for name, value in said.items():
         assert getattr(own.generation_config, name) == getattr(first.generation_config, name) == value
@@ -390,18 +390,18 @@ def test_inspect_says_what_it_becomes(model_type: str, tmp_path: Path) -> None:
 
 def test_code_that_is_not_ours_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
     out = convert_checkpoint(save("t5", tmp_path / "source"), tmp_path / "out", groups=2)
-    load_seq2seq_lm(out)  # the type is known to the Auto classes from here on
+    load_language_model(out)  # the type is known to the Auto classes from here on
     file = out / "modeling_headfold_t5.py"
     file.write_text(file.read_text() + "\nHeadfoldT5ForConditionalGeneration.changed = True\n")
     again = tmp_path / "again"
-    for use in (load_config, load_seq2seq_lm, check_checkpoint, lambda at: convert_checkpoint(at, again, groups=1)):
+    for use in (load_config, load_language_model, check_checkpoint, lambda at: convert_checkpoint(at, again, groups=1)):
         with pytest.raises(UnsupportedError, match="not the file that this version of headfold writes"):
             use(out)
     assert not again.exists()
-    assert load_seq2seq_lm(out, trust_remote_code=True).changed
+    assert load_language_model(out, trust_remote_code=True).changed
     file.unlink()
     with pytest.raises(CheckpointError, match=r"lacks modeling_headfold_t5\.py"):
-        load_seq2seq_lm(out)
+        load_language_model(out)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
@@ -415,7 +415,7 @@ def test_a_missing_weight_is_an_error_of_the_class_itself(model_type: str, tmp_p
     with pytest.raises(ValueError, match=lost):
         own.from_pretrained(out)
     with pytest.raises(CheckpointError, match=lost):
-        load_seq2seq_lm(out)
+        load_language_model(out)
 
 
 def test_what_both_files_have_is_the_same_in_both() -> None:
@@ -487,16 +487,16 @@ def test_heads_equal_up_to_a_turn_merge_exactly(model_type: str, method: str, tm
     source = save(model_type, tmp_path / "source")
     turn_heads(source)
     turned = convert_checkpoint(source, tmp_path / method, groups=GROUPS, method=method)
-    assert difference(native(source), load_seq2seq_lm(turned).eval()) < 1e-4
+    assert difference(native(source), load_language_model(turned).eval()) < 1e-4
     averaged = convert_checkpoint(source, tmp_path / "mean", groups=GROUPS)
-    assert difference(native(source), load_seq2seq_lm(averaged).eval()) > 1e-2
+    assert difference(native(source), load_language_model(averaged).eval()) > 1e-2
 
 
 def test_similarity_moves_heads_where_positions_are_not_by_head(tmp_path: Path) -> None:
     source = save("bart", tmp_path / "source")
     repeat_heads(source, tile=True)  # heads 0 and 2 are equal, and 1 and 3
     with_similar = convert_checkpoint(source, tmp_path / "out", groups=GROUPS, grouping="similarity")
-    assert difference(native(source), load_seq2seq_lm(with_similar).eval()) < 1e-5
+    assert difference(native(source), load_language_model(with_similar).eval()) < 1e-5
     with pytest.raises(UnsupportedError, match="relative positions have a bias for every head"):
         plan_conversion(save("t5", tmp_path / "t5"), groups=GROUPS, grouping="similarity")
     assert plan_conversion(tmp_path / "t5", groups=GROUPS, method="folded", grouping=None).grouping == "contiguous"
@@ -527,7 +527,7 @@ def test_tables_of_their_own_for_encoder_or_decoder_are_refused(model_type: str,
             plan_conversion(source, groups=GROUPS)
     untied = save(model_type, tmp_path / "untied", tie_word_embeddings=False)
     if model_type in ("t5", "mt5"):  # where the word is of the head alone
-        own = load_seq2seq_lm(convert_checkpoint(untied, tmp_path / "out", groups=HEADS)).eval()
+        own = load_language_model(convert_checkpoint(untied, tmp_path / "out", groups=HEADS)).eval()
         assert difference(native(untied), own) < 1e-5
     else:
         with pytest.raises(UnsupportedError, match="one embedding for the encoder"):
