@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+
+class OneProcess:
+    """As much of accelerate as one process needs."""
+
+    num_processes, device = 1, torch.device("cpu")
+
+    def backward(self, loss):
+        loss.backward()
+
+    def reduce(self, tensor, how):
+        return tensor
+
+    def no_sync(self, model):
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters, norm):
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

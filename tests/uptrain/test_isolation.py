@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from headfold.uptrain.isolation import refuse_leaks
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.optim import make_optimizer
 from headfold.uptrain.step import Stepper
+from runs import OneProcess
 from tiny import tiny_model
 
 A, B = [11, 12, 13, 14], [21, 22, 23, 24, 25, 26]
@@ -37,24 +36,6 @@ def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, t
     assert not torch.allclose(logits(model, isolate=False), alone, atol=1e-2)  # the control
 
 
-class FakeAccelerator:
-    """As much of accelerate as one process needs."""
-
-    num_processes, device = 1, torch.device("cpu")
-
-    def backward(self, loss):
-        loss.backward()
-
-    def reduce(self, tensor, how):
-        return tensor
-
-    def no_sync(self, model):
-        return nullcontext()
-
-    def clip_grad_norm_(self, parameters, norm):
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-
 def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     """Loss and gradient, and the first token of a document is nobody's target."""
     wanted = settings(isolate_documents=True, batch=1, micro_batch=1, clip=1e9)
@@ -63,7 +44,7 @@ def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     optimizer.zero_grad = lambda: None
     teach_in_chunks(model)
     batch = PackedBatch(PACKED, OPENS, 8, isolate=True)
-    result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
+    result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
     total = sum(
         F.cross_entropy(plain(input_ids=torch.tensor([one]), use_cache=False).logits[0, :-1], torch.tensor(one[1:]),
                         reduction="sum")
@@ -91,7 +72,7 @@ def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(m
         optimizer.zero_grad = lambda: None
         teach_in_chunks(model)
         batch = PackedBatch(ids, opens, 12, isolate=True)
-        result = Stepper(FakeAccelerator(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
+        result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
         found.append((result.loss, [one.grad for one in model.parameters()]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     for one, other in zip(found[0][1], found[1][1], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from headfold.uptrain.mixture import Mixture, MixturePosition, Part
 from headfold.uptrain.optim import make_optimizer
 from headfold.uptrain.split import Split
 from headfold.uptrain.step import Stepper
-from runs import metrics, same, weights
+from runs import OneProcess, metrics, same, weights
 from tiny import randomise, tiny_config
 from transformers import AutoModelForSeq2SeqLM, MBart50Tokenizer, MBartTokenizer
 from transformers.models.t5.modeling_t5 import T5LayerFF
@@ -103,24 +102,6 @@ def test_the_scaled_head_of_a_tied_t5_is_in_the_chunks():
     )
 
 
-class _OneProcess:
-    """As much of accelerate as one process needs."""
-
-    num_processes, device = 1, torch.device("cpu")
-
-    def backward(self, loss):
-        loss.backward()
-
-    def reduce(self, tensor, how):
-        return tensor
-
-    def no_sync(self, model):
-        return nullcontext()
-
-    def clip_grad_norm_(self, parameters, norm):
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-
 def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
     """Normalised by the real target tokens of the whole step, however it is cut."""
     found = []
@@ -130,7 +111,7 @@ def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
         teach_in_chunks(model)
-        result = Stepper(_OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch_of(model, some_pairs()))
+        result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch_of(model, some_pairs()))
         found.append((result.loss, [one.grad for one in model.parameters() if one.grad is not None]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert all(torch.allclose(one, other, atol=2e-6) for one, other in zip(found[0][1], found[1][1], strict=True))
