@@ -121,7 +121,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
                 "Keep evaluation text in a file of its own and name that file.",
             )
         corpus = _open_files(path, columns)
-    elif path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~")):
+    elif is_local(spec):
         raise UsageError(f"There is no text file at {name}.", "Check the path given to --data.")
     else:
         corpus = _open_dataset(name, split or default_split, columns)
@@ -130,6 +130,13 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
             f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document."
         )
     return corpus
+
+
+def is_local(spec: str) -> bool:
+    """Whether the name means text of this machine, be it there or not, rather than a ``datasets`` id."""
+    name = spec.partition("#")[0]
+    path = Path(name).expanduser()
+    return name in ("", "stdlib") or path.exists() or path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~"))
 
 
 def refuse_idle_column(corpora: Sequence[Corpus], columns: Columns) -> None:

@@ -26,7 +26,7 @@ BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
 METHODS = {
     "mean": ["--method", "mean"],
     "folded": ["--method", "folded", "--calibration", "stdlib", "--calibration-tokens", "65536", "--refine", "0"],
-    "refined": ["--method", "folded", "--calibration", "stdlib", "--calibration-tokens", "98304", "--refine", "200"],
+    "refined": ["--method", "folded", "--calibration", "stdlib", "--calibration-tokens", "393216", "--refine", "800"],
 }
 RATES = {"mean": 8e-4, "folded": 8e-4, "refined": 4e-4, None: 4e-4}
 """Peak learning rate by the start: the better it is, the more a high one disturbs it (docs/results.md)."""
@@ -78,9 +78,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     """Convert and uptrain one row to one share, unless that is done; the uptrained weights are not kept."""
-    results = read(options.out)
     key = f"{row.name}@{share:g}"
-    if key in results:
+    if key in read(options.out):
         return
     began = time.monotonic()
     start = options.model if row.groups is None else converted(options, row)
@@ -95,8 +94,8 @@ def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     )  # fmt: skip
     lines = [json.loads(line) for line in (trained / "headfold_metrics.jsonl").read_text().splitlines()]
     points = [line["perplexity"] for line in lines if line["kind"] == "eval"]
-    results[key] = {"before": points[0], "after": points[-1], "seconds": time.monotonic() - began}
-    write(options.out, results)
+    found = {"before": points[0], "after": points[-1], "seconds": time.monotonic() - began}
+    write(options.out, {**read(options.out), key: found})  # another process may have added its rows meanwhile
     subprocess.run(["rm", "-rf", str(trained), f"{trained}.logs"], check=True)
 
 

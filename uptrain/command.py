@@ -12,7 +12,7 @@ from .. import console
 from ..errors import UsageError
 from ..options import DryRun, Out, Overwrite, Source, Trust
 from .idle import refuse_idle
-from .settings import UptrainSettings
+from .settings import Resume, UptrainSettings
 
 
 def _help(field: str) -> str | None:
@@ -83,9 +83,13 @@ def uptrain(
     eval_every: Annotated[int, typer.Option(help=_help("eval_every"))] = _default("eval_every"),
     eval_tokens: Annotated[int, typer.Option(help="tokens of one held-out evaluation")] = _default("eval_tokens"),
     tracker: Annotated[list[str], typer.Option(help=_help("tracker"))] = ["auto"],  # noqa: B006, typer reads it
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Throw an unfinished run away instead of continuing it.")
-    ] = False,
+    resume: Annotated[
+        Resume,
+        typer.Option(
+            help="auto: go on with an unfinished run where there is one; always: fail where there is none; never: throw "
+            "it away and begin anew"
+        ),
+    ] = "auto",
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     measure: Annotated[
@@ -129,7 +133,7 @@ def uptrain(
         from .loop import uptrain_checkpoint
 
         uptrain_checkpoint(
-            checkpoint, out, settings, overwrite=overwrite, restart=restart, trust_remote_code=trust_remote_code
+            checkpoint, out, settings, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code
         )
         console.result(out)
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..checkpoint.load import load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import human_bytes, human_seconds, info
+from ..corpus import HELDOUT, is_local, open_corpus
 from ..errors import HeadfoldError
 from .budget import plan_budget, refuse_uneven
 from .cost import Shape, on_paper, plan_cost, refuse_what_cannot_fit
 from .devices import has_fast_bf16, memory_bytes
-from .exercise import refuse_meaningless
+from .exercise import choose_exercise, refuse_meaningless
+from .hidden import Taps, refuse_unlike_layers
 from .launch import Layout
+from .mixture import name_of, open_mixture
 from .optim import freeze_the_rest, refuse_untried
 from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
@@ -63,12 +68,14 @@ def look_ahead(
         info(f"There is no config.json of {checkpoint} to be had, so operations and memory are not estimated.")
         return rows
     model, _ = on_paper(source.folder, trust_remote_code=trust_remote_code)
-    refuse_meaningless(settings, model)
+    _refuse_text(settings, source, model, trust_remote_code)
     refuse_long_blocks(settings.block, model.config)
     freeze_the_rest(model, settings.train)
     student = Shape.of(model)
     place = _teacher_on_paper(settings, source)
     taught_by, teacher_bytes = on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
+    if settings.hidden_weight and taught_by is not None:
+        refuse_unlike_layers(Taps(model), Taps(taught_by))
     cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
     plan = plan_cost(
         settings,
@@ -92,6 +99,22 @@ def look_ahead(
     if refuse and available is not None:
         refuse_what_cannot_fit(plan, available, where)
     return rows
+
+
+def _refuse_text(settings: UptrainSettings, source: Checkpoint, model: Any, trust_remote_code: bool) -> None:
+    """Raise where the run would for its text, as far as that shows without weights and without the network.
+
+    Raises:
+        UsageError: a file is not there, or settings mean nothing for this model. UnsupportedError: the tokenizer has no
+            sentinels for span corruption.
+    """
+    refuse_meaningless(settings, model)
+    if all(is_local(name_of(spec)) for spec in settings.corpora):
+        open_mixture(settings.corpora, settings.columns)
+    if settings.eval_data is not None and is_local(settings.eval_data):
+        open_corpus(settings.eval_data, HELDOUT, settings.columns)
+    if any(source.folder.glob("tokenizer*")):  # a config alone is enough for the rest of a dry run
+        choose_exercise(settings, load_tokenizer(source.folder, trust_remote_code=trust_remote_code), model)
 
 
 def _computing(settings: UptrainSettings, layout: Layout, here: bool) -> tuple[bool, bool]:

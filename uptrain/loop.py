@@ -32,7 +32,7 @@ from .metrics import Clock, Metrics, say_progress
 from .mixture import Mixture, Part, describe, open_mixture
 from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
 from .pretraining import resolve_pretraining
-from .settings import UptrainSettings
+from .settings import Resume, UptrainSettings
 from .signals import StopRequest, stop_on_signal
 from .state import Progress, Saves
 from .step import SpikeGuard, Stepper, StepResult
@@ -48,7 +48,7 @@ def uptrain_checkpoint(
     settings: UptrainSettings,
     *,
     overwrite: bool = False,
-    restart: bool = False,
+    resume: Resume = "auto",
     from_scratch: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -61,20 +61,21 @@ def uptrain_checkpoint(
     Args:
         checkpoint: folder or hub id.
         out: folder of the result; ``<out>.training`` beside it holds saves and metrics until the end.
-        restart: throw an unfinished run away instead of continuing it.
+        resume: what to do about an unfinished run, see :data:`headfold.uptrain.settings.Resume`.
         from_scratch: draw random weights from the config instead of reading them.
 
     Returns:
         ``out``.
 
     Raises:
-        UsageError: ``out`` is in the way, no budget, or the unfinished run has other settings.
+        UsageError: ``out`` is in the way, no budget, the unfinished run has other settings, or there is none to go on
+            with.
         DataError: too little text. TrainingError: the loss is not finite, or spiked. Interrupted: a signal came.
     """
     out = Path(out)
     refuse_occupied(out, overwrite)
     run = open_run(checkpoint, out, settings, from_scratch=from_scratch, trust_remote_code=trust_remote_code)
-    run.prepare(restart)
+    run.prepare(resume)
     try:
         with stop_on_signal() as stop:
             run.train(stop)
@@ -165,8 +166,10 @@ class Run:
         self.source, self.model = source, model
         self._text, self._from_scratch, self._trust = text, from_scratch, trust_remote_code
 
-    def prepare(self, restart: bool = False) -> None:
+    def prepare(self, resume: Resume = "auto") -> None:
         """Put everything on its device, and restore the newest save if there is one."""
+        if resume == "always":
+            self.saves.require_one()
         settings, student = self.settings, self.model
         self.teacher = self._load_teacher(settings)
         self._shapes = Shape.of(student), Shape.of(self.teacher.model) if self.teacher else None
@@ -188,7 +191,7 @@ class Run:
         schedule = make_schedule(settings, self.budget.steps)
         self.stepper = Stepper(self.accelerator, self.model, self._optimizer, settings, schedule, self.teacher)
         # not earlier: what can be refused has been refused by now
-        if restart and self.accelerator.is_main_process:
+        if resume == "never" and self.accelerator.is_main_process:
             self.saves.clear()
         self.accelerator.wait_for_everyone()
         progress = self.saves.load_newest(self.accelerator)

@@ -38,8 +38,7 @@ def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Part]:
         raise UsageError("There is no corpus to train on.", "Try --data stdlib, or the path of a text file.")
     parts = []
     for spec in specs:
-        found = None if Path(spec).exists() else _WEIGHTED.fullmatch(spec)
-        name, weight = (found["name"], float(found["weight"])) if found else (spec, 1.0)
+        name, weight = _named(spec)
         if weight <= 0:
             raise UsageError(f"The corpus {name} has the weight {weight:g}.", "Leave it out, or give it more than 0.")
         parts.append(Part(open_corpus(name, TRAIN, columns), weight))
@@ -48,6 +47,16 @@ def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Part]:
     if len(set(names)) < len(names):
         raise UsageError(f"A corpus is named twice: {', '.join(names)}.", "Name it once, with the weight of both.")
     return parts
+
+
+def name_of(spec: str) -> str:
+    """``NAME=WEIGHT`` without the weight."""
+    return _named(spec)[0]
+
+
+def _named(spec: str) -> tuple[str, float]:
+    found = None if Path(spec).exists() else _WEIGHTED.fullmatch(spec)
+    return (found["name"], float(found["weight"])) if found else (spec, 1.0)
 
 
 def describe(parts: Sequence[Part]) -> list[dict[str, Any]]:

@@ -10,6 +10,10 @@ from ..corpus import Columns
 from ..spans import MEAN_SPAN, NOISE_DENSITY
 
 
+Resume = Literal["auto", "always", "never"]
+"""``auto``: go on where an unfinished run is, else begin; ``always``: go on or fail; ``never``: throw it away, begin."""
+
+
 class UptrainSettings(BaseModel):
     """Everything that determines the resulting weights, and how the run is watched and saved.
 

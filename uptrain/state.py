@@ -109,6 +109,18 @@ class Saves:
         positions = [MixturePosition.from_json(one) for one in content["positions"]]
         return Progress(content["step"], positions, content.get("losses", []))
 
+    def require_one(self) -> None:
+        """Raise where there is nothing to go on from.
+
+        Raises:
+            UsageError: no whole save.
+        """
+        if not any(_is_complete(save) for save in self.folder.glob(f"{_PREFIX}*") if _SAVE.fullmatch(save.name)):
+            raise UsageError(
+                f"There is no run to go on with: {self.folder} holds no whole save.",
+                "Begin one without --resume always, or check the output path.",
+            )
+
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -148,7 +160,7 @@ def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Pat
     if changed:
         raise UsageError(
             f"{folder} holds a run whose {' and '.join(changed)} had other contents than now.",
-            "Bring the old files back to continue it, or pass --restart to throw it away.",
+            "Bring the old files back to continue it, or throw it away with --resume never.",
         )
 
 
@@ -159,5 +171,5 @@ def _refuse_other_settings(saved: UptrainSettings, wanted: UptrainSettings, fold
         difference = ", ".join(f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in changed)
         raise UsageError(
             f"{folder} holds a run with other settings: {difference}.",
-            "Use the old settings to continue it, or pass --restart to throw it away.",
+            "Use the old settings to continue it, or throw it away with --resume never.",
         )

@@ -204,3 +204,51 @@ def test_ten_steps_are_measured_and_nothing_is_left(tiny_checkpoint, settings, t
     assert float(rows["seconds per step, measured here"]) >= 0
     assert {"the whole run here", "on 8 such devices, at best"} < set(rows)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": "missing.jsonl"}, "There is no text file at missing.jsonl"),
+        ({"data": ("stdlib=2", "missing.jsonl=1")}, "There is no text file at missing.jsonl"),
+        ({"eval_data": "missing.jsonl"}, "There is no text file at missing.jsonl"),
+        ({"data": "stdlib#test"}, "no split 'test'"),
+    ],
+)
+def test_a_dry_run_refuses_text_that_is_not_there(given, message, tiny_checkpoint, settings):
+    with pytest.raises(UsageError, match=message):
+        look_ahead(tiny_checkpoint, settings(**given), Layout())
+
+
+def test_a_dry_run_leaves_the_hub_alone(tiny_checkpoint, settings):
+    """It is for planning; and the network is blocked here, so that asking would fail."""
+    rows = dict(look_ahead(tiny_checkpoint, settings(data="some/corpus", eval_data="some/corpus"), Layout()))
+    assert rows["steps"] == "12"
+
+
+def test_a_dry_run_refuses_a_tokenizer_without_sentinels(tiny_t5, tiny_checkpoint, settings, tmp_path):
+    import shutil
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tiny_t5 / "config.json", bare)
+    assert look_ahead(bare, settings(), Layout())  # a config alone will do
+    for file in tiny_checkpoint.glob("tokenizer*"):
+        shutil.copy(file, bare)
+    with pytest.raises(HeadfoldError, match="sentinel"):
+        look_ahead(bare, settings(), Layout())
+    assert look_ahead(tiny_t5, settings(), Layout())
+
+
+def test_a_dry_run_refuses_a_teacher_with_other_layers(tiny_checkpoint, settings, tmp_path):
+    import json
+    import shutil
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_checkpoint, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    alike = settings(teacher=str(tiny_checkpoint), hidden_weight=1.0)
+    assert look_ahead(tiny_checkpoint, alike, Layout())
+    with pytest.raises(UsageError, match="hidden states cannot be compared"):
+        look_ahead(tiny_checkpoint, alike.model_copy(update={"teacher": str(teacher)}), Layout())

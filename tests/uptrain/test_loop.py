@@ -82,7 +82,7 @@ def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_pat
     cut_power(6, tiny_checkpoint, tmp_path / "out", settings())
     with pytest.raises(UsageError, match=r"learning_rate was 0\.003 and is now 0\.001"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3))
-    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), restart=True).exists()
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), resume="never").exists()
 
 
 def test_saves_are_known_by_their_numbers(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
@@ -174,8 +174,31 @@ def test_a_restart_that_is_refused_keeps_the_saves(tiny_checkpoint, settings, tm
     save = tmp_path / "out.training" / "step-00000005"
     save.mkdir(parents=True)
     with pytest.raises(HeadfoldError):
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher=str(tmp_path / "typo")), restart=True)
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher=str(tmp_path / "typo")), resume="never")
     assert save.exists()
+
+
+def test_resume_always_goes_on_and_never_begins(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
+    """A job script that is started again must not train from the beginning because its output path has a typo."""
+    wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
+    cut_power(7, tiny_checkpoint, tmp_path / "out", wanted)
+    with pytest.raises(UsageError, match=r"typo\.training holds no whole save"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "typo", wanted, resume="always")
+    assert not list(tmp_path.glob("typo*"))
+    resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted, resume="always")
+    assert same(weights(resumed), weights(finished))
+
+
+@pytest.mark.parametrize("fault", ["cut short", "a copy"])
+def test_resume_always_wants_a_whole_save(fault, tiny_checkpoint, settings, tmp_path, cut_power):
+    cut_power(6, tiny_checkpoint, tmp_path / "out", settings())
+    save = tmp_path / "out.training" / "step-00000005"
+    if fault == "a copy":
+        save.rename(save.with_name("step-00000005 copy"))
+    else:
+        (save / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="no whole save"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(), resume="always")
 
 
 def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpoint, settings, tmp_path):
