@@ -86,8 +86,8 @@ def uptrain(
     resume: Annotated[
         Resume,
         typer.Option(
-            help="auto: go on with an unfinished run where there is one; always: fail where there is none; never: throw "
-            "it away and begin anew"
+            help="auto: go on with an unfinished run where there is one; always: fail where there is none; never: "
+            "throw it away and begin anew"
         ),
     ] = "auto",
     overwrite: Overwrite = False,

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..corpus import Columns
 from ..spans import MEAN_SPAN, NOISE_DENSITY
 
-
 Resume = Literal["auto", "always", "never"]
-"""``auto``: go on where an unfinished run is, else begin; ``always``: go on or fail; ``never``: throw it away, begin."""
+"""``auto``: go on with an unfinished run, else begin; ``always``: go on or fail; ``never``: throw it away and begin."""
 
 
 class UptrainSettings(BaseModel):

@@ -202,6 +202,6 @@ class SpikeGuard:
             raise TrainingError(
                 f"At step {step} the loss is {loss:.3f}, and it has been over {self._factor:g} times the usual "
                 f"{usual:.3f} for {self.PATIENCE} steps.",
-                "The last save is from before; lower --learning-rate and start again with --resume never, or look at the "
-                "text of these steps. --spike 0 goes on regardless.",
+                "The last save is from before; lower --learning-rate and start again with --resume never, or look at "
+                "the text of these steps. --spike 0 goes on regardless.",
             )
