@@ -30,6 +30,8 @@ METHODS = {
 }
 RATES = {"mean": 8e-4, "folded": 8e-4, "refined": 4e-4, None: 4e-4}
 """Peak learning rate by the start: the better it is, the more a high one disturbs it (docs/results.md)."""
+FULL_RATE_SHARE = 0.05
+"""Where there is little to win back, a run that is shorter than this share has no time to calm down from such a peak."""
 KV_HEADS = 8
 
 
@@ -88,7 +90,7 @@ def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     teacher = taught if row.teacher else ["--no-teacher"]
     headfold(
         "uptrain", str(start), "-o", str(trained), "--data", "stdlib", "--fraction", str(share), "--pretraining-tokens",
-        str(pretraining_tokens(options.model)), "--lr", str(options.lr or RATES[row.method]),
+        str(pretraining_tokens(options.model)), "--lr", str(options.lr or rate(row, share)),
         "--final-learning-rate", str(options.final), "--schedule", options.schedule, "--eval-data", "stdlib",
         "--eval-tokens", str(options.eval_tokens), "--seed", "0", "--tracker", "none", *teacher,
     )  # fmt: skip
@@ -97,6 +99,12 @@ def measure(options: argparse.Namespace, row: Row, share: float) -> None:
     found = {"before": points[0], "after": points[-1], "seconds": time.monotonic() - began}
     write(options.out, {**read(options.out), key: found})  # another process may have added its rows meanwhile
     subprocess.run(["rm", "-rf", str(trained), f"{trained}.logs"], check=True)
+
+
+def rate(row: Row, share: float) -> float:
+    """Peak learning rate; of a run from a good start in proportion to its length."""
+    good = row.method in ("refined", None)
+    return RATES[row.method] * (min(1.0, share / FULL_RATE_SHARE) if good else 1.0)
 
 
 def converted(options: argparse.Namespace, row: Row) -> Path:

@@ -176,7 +176,8 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
         text: :attr:`Watch.identity`; only what was measured on this text counts.
 
     Returns:
-        1 where the source is reached; None where it was not measured or was not better at the start.
+        1 where the source is reached; None where it was not measured or was not better at the start, and before the
+        first evaluation after the start.
     """
     seen: dict[str, list[float]] = {kind: [] for kind in ("source", "start", "eval")}
     for line in lines:
@@ -184,6 +185,7 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
             seen[line["kind"]].append(line["perplexity"])
     source, evaluated = seen["source"], seen["eval"]
     start = (seen["start"] or evaluated)[:1]
-    if not source or not evaluated or start[0] <= source[0]:
+    only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had won nothing back
+    if not source or not evaluated or only_the_start or start[0] <= source[0]:
         return None
     return math.log(start[0] / evaluated[-1]) / math.log(start[0] / source[0])
