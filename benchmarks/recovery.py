@@ -31,7 +31,7 @@ METHODS = {
 RATES = {"mean": 8e-4, "folded": 8e-4, "refined": 4e-4, None: 4e-4}
 """Peak learning rate by the start: the better it is, the more a high one disturbs it (docs/results.md)."""
 FULL_RATE_SHARE = 0.05
-"""Where there is little to win back, a run that is shorter than this share has no time to calm down from such a peak."""
+"""From a good start a run that is shorter than this has no time to calm down from such a peak."""
 KV_HEADS = 8
 
 
