@@ -122,7 +122,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
             )
         corpus = _open_files(path, columns)
     elif is_local(spec):
-        raise UsageError(f"There is no text file at {name}.", "Check the path given to --data.")
+        raise UsageError(f"There is no text file at {name}.", "Check the path.")
     else:
         corpus = _open_dataset(name, split or default_split, columns)
     if not any(document.text.strip() for document in corpus):

@@ -87,7 +87,9 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
 
     from ..uptrain.dryrun import look_ahead
     from ..uptrain.launch import Layout, find_launch, read_layout
+    from .run import refuse_absent_text
 
+    refuse_absent_text(recipe)
     console.data.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False), markup=False)
     layout = Layout() if launch is None else read_layout(find_launch(launch))
     settings = recipe.uptrain

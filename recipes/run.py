@@ -11,12 +11,14 @@ from ..console import info
 from ..convert.calibrated import Calibration, convert_calibrated
 from ..convert.plan import Plan, default_method
 from ..convert.run import plan_conversion, run_plan
+from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report import print_report, read_results
 from ..uptrain.budget import plan_budget
 from ..uptrain.launch import as_options, launch
 from ..uptrain.loop import uptrain_checkpoint
+from ..uptrain.mixture import name_of
 from ..uptrain.pretraining import resolve_pretraining
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
@@ -41,6 +43,7 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
     if recipe.convert.refine and recipe.convert.calibration is None:
         raise UsageError("The recipe refines without text.", "Add convert.calibration.")
+    refuse_absent_text(recipe)
     _claim(recipe, folder)
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
     if not _done("convert", converted, "Conversion"):
@@ -59,6 +62,21 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
         info(f"Comparing on {recipe.eval.data}.")
         print_report(compare(recipe.checkpoint, [str(converted), str(uptrained)], out=report, settings=recipe.eval))
     return report / "report.html"
+
+
+def refuse_absent_text(recipe: Recipe) -> None:
+    """Raise where one of the recipe's texts is to be on this machine and is not; ids of data sets are not looked up.
+
+    Raises:
+        UsageError, DataError: see :func:`headfold.corpus.open_corpus`.
+    """
+    uptrain = recipe.uptrain
+    texts = [(recipe.convert.calibration, TRAIN, TEXT), (recipe.eval.data, HELDOUT, recipe.eval.columns)]
+    texts += [(uptrain.eval_data, HELDOUT, uptrain.columns)]
+    texts += [(name_of(spec), TRAIN, uptrain.columns) for spec in uptrain.corpora]
+    for spec, split, columns in texts:
+        if spec is not None and is_local(spec):
+            open_corpus(spec, split, columns)
 
 
 def _plan(recipe: Recipe) -> Plan:
@@ -100,11 +118,16 @@ def _claim(recipe: Recipe, folder: Path) -> None:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise UsageError(f"{file} is damaged.", "Choose another folder with -o, or remove this one.") from problem
+    other_comparison = found.get("eval") != wanted["eval"]
+    if other_comparison and not (folder / "report" / "results.json").exists():  # none is made yet, so it may change
+        found["eval"] = wanted["eval"]
     if _comparable(found) != _comparable(wanted):
         raise UsageError(
             f"{folder} belongs to another recipe (see {file}).",
             "Choose another folder with -o, or remove this one to start again.",
         )
+    if other_comparison:
+        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
 
 
 def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:

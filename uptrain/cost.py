@@ -166,6 +166,7 @@ def plan_cost(
         "optimizer": _state(settings, student) * _FLOAT32 // share,
         "activations": round(layer * layers) + kept if settings.gradient_checkpointing else round(kept * layers),
         "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
+        "the head's gradient": 2 * student.vocabulary * student.hidden * _FLOAT32,  # its sum, and that times the scale
     }
     if bf16 and not sharded:
         memory["weights in bf16"] = student.parameters * _BF16

@@ -79,8 +79,19 @@ class _Packer:
     def __init__(self, corpus: Corpus, encode: Encode, block: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._block, self._seed = corpus, encode, block, seed
         self.epoch, self.documents = start.epoch, start.documents
-        self.carry, self.openings = list(start.carry), list(start.openings)
+        self._tokens, self._opened = list(start.carry), list(start.openings)
+        self._taken = 0  # of the tokens; they are thrown away once a chunk, since a document may have millions
         self._open_pass()
+
+    @property
+    def carry(self) -> list[int]:
+        """Token ids that are in no block yet."""
+        return self._tokens[self._taken :]
+
+    @property
+    def openings(self) -> list[int]:
+        """Places in ``carry`` at which a document opens."""
+        return [place - self._taken for place in self._opened]
 
     def _open_pass(self) -> None:
         """Start, or go on with, the pass number ``epoch``."""
@@ -91,9 +102,11 @@ class _Packer:
 
     def chunk(self, blocks: int) -> list[Block]:
         """The next ``blocks`` blocks, or fewer when the pass ends, but at least one."""
+        del self._tokens[: self._taken]
+        self._opened, self._taken = self.openings, 0
         found: list[Block] = []
         while len(found) < blocks:
-            if len(self.carry) >= self._block:
+            if len(self._tokens) - self._taken >= self._block:
                 found.append(self._cut())
             elif not self._read_document() and found:
                 break
@@ -101,10 +114,10 @@ class _Packer:
 
     def _cut(self) -> Block:
         """Take one block off the carried tokens."""
-        size = self._block
-        cut = Block(self.carry[:size], [place for place in self.openings if place < size])
-        self.carry = self.carry[size:]
-        self.openings = [place - size for place in self.openings if place >= size]
+        first, end = self._taken, self._taken + self._block
+        cut = Block(self._tokens[first:end], [place - first for place in self._opened if place < end])
+        self._taken = end
+        self._opened = [place for place in self._opened if place >= end]
         self._blocks_of_pass += 1
         return cut
 
@@ -115,12 +128,12 @@ class _Packer:
             self.documents += 1
             ids = self._encode(document.text)
             if ids:
-                self.openings.append(len(self.carry))
-            self.carry.extend(ids)
+                self._opened.append(len(self._tokens))
+            self._tokens.extend(ids)
             return True
         if self._whole_pass and not self._blocks_of_pass:
             raise DataError(
-                f"{self._corpus.spec} gives {len(self.carry)} tokens, fewer than one block of {self._block}.",
+                f"{self._corpus.spec} gives {len(self._tokens)} tokens, fewer than one block of {self._block}.",
                 "Give more text, or a smaller --block.",
             )
         self.epoch, self.documents = self.epoch + 1, 0
@@ -164,7 +177,7 @@ class BlockStream:
         if self.position.drawn == len(self._chunk):
             packer = self._packer
             self.position = Position(
-                packer.epoch, packer.documents, list(packer.carry), list(packer.openings), self.position.chunk + 1
+                packer.epoch, packer.documents, packer.carry, packer.openings, self.position.chunk + 1
             )
             self._chunk = self._pack_chunk()
         # a new object each time: the one handed out earlier may be part of a save

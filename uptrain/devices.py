@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    parse_flag_from_env,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import UsageError
@@ -34,6 +41,10 @@ _PEAK_FLOPS = {
 }
 
 
+_PATIENCE = timedelta(hours=4)
+"""How long processes wait for one that reads text or writes the result; ten minutes, the default, end a large one."""
+
+
 def make_accelerator(settings: UptrainSettings, trackers: list[str], logs: Path) -> Accelerator:
     """accelerate with the precision that was asked for; an earlier run of this process does not dictate its own.
 
@@ -46,7 +57,10 @@ def make_accelerator(settings: UptrainSettings, trackers: list[str], logs: Path)
     bf16 = settings.precision == "bf16" or (settings.precision == "auto" and has_fast_bf16(cpu))
     precision = "bf16" if bf16 else "no"
     log_with: list[Any] | None = list(trackers) or None  # an empty list would earn a warning
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, log_with=log_with, project_dir=logs)
+    handlers = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    accelerator = Accelerator(
+        cpu=cpu, mixed_precision=precision, log_with=log_with, project_dir=logs, kwargs_handlers=handlers
+    )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1:
         _settle_sharding(accelerator)
     return accelerator

@@ -25,7 +25,7 @@ from .optim import freeze_the_rest, refuse_untried
 from .pretraining import resolve_pretraining
 from .settings import UptrainSettings
 from .student import refuse_long_blocks
-from .teacher import converted_from
+from .teacher import converted_from, other_vocabulary
 
 _MEASURED_STEPS = 10
 _FLOAT32 = 4
@@ -74,6 +74,8 @@ def look_ahead(
     student = Shape.of(model)
     place = _teacher_on_paper(settings, source)
     taught_by, teacher_bytes = on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
+    if place and taught_by is not None and Shape.of(taught_by).vocabulary != student.vocabulary:
+        raise other_vocabulary(place)
     if settings.hidden_weight and taught_by is not None:
         refuse_unlike_layers(Taps(model), Taps(taught_by))
     cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
@@ -96,6 +98,8 @@ def look_ahead(
     available, where = device_bytes, "a device"
     if available is None and layout.processes == 1:
         available, where = memory_bytes(torch.device("cpu" if cpu else "cuda")), "this machine"
+    elif available is None and not cpu and torch.cuda.is_available():
+        available, where = memory_bytes(torch.device("cuda")), "a GPU of this machine (--device-memory for another's)"
     if refuse and available is not None:
         refuse_what_cannot_fit(plan, available, where)
     return rows
@@ -170,4 +174,6 @@ def _config_of(checkpoint: str | Path) -> Checkpoint | None:
     try:
         return Checkpoint.open(checkpoint, weights=False)
     except HeadfoldError:
+        if Path(checkpoint).exists() or str(checkpoint).startswith((".", "/", "~")):
+            raise  # of this machine; an id of the hub may be out of reach from where a run is planned
         return None

@@ -17,7 +17,7 @@ from ..checkpoint.load import load_tokenizer
 from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
-from ..errors import Interrupted
+from ..errors import Interrupted, TrainingError
 from .budget import Budget, plan_budget, refuse_other_than_one
 from .cost import Shape, flops_per_token
 from .devices import Abandoned, anyone, make_accelerator, peak_flops
@@ -194,7 +194,9 @@ class Run:
         if resume == "never" and self.accelerator.is_main_process:
             self.saves.clear()
         self.accelerator.wait_for_everyone()
-        progress = self.saves.load_newest(self.accelerator)
+        set_seed(self.settings.seed, device_specific=True)  # every process drops out units of its own
+        progress = self.saves.load_newest(self.accelerator, adjusting=resume == "always")
+        self._adjusted = progress.adjusted if progress else []
         self.step = progress.step if progress else 0
         self._saved = self.step
         self.stream = Mixture(self._text.parts, self._text.exercise, progress.positions if progress else None)
@@ -212,6 +214,9 @@ class Run:
             tokens_per_step=self.budget.tokens_per_step,
             trust_remote_code=self._trust,
         )
+        acc = self.accelerator
+        precision = "bf16" if acc.mixed_precision == "bf16" else "float32"
+        info(f"Computing in {precision} on {acc.num_processes} × {acc.device.type}.")
         if progress:
             info(f"Continuing at step {self.step} of {self.budget.steps}.")
         else:
@@ -221,7 +226,9 @@ class Run:
         if settings.teacher is None:
             return None
         tokenizer, tapped = self._text.tokenizer, settings.hidden_weight > 0
-        return load_teacher(settings.teacher, self.accelerator, self.model, tokenizer, self._trust, tapped)
+        return load_teacher(
+            settings.teacher, self.accelerator, self.model, tokenizer, self._trust, tapped, settings.isolate_documents
+        )
 
     def train(self, stop: StopRequest) -> None:
         """Step until the budget is spent.
@@ -231,7 +238,7 @@ class Run:
         """
         self.model.train()
         self.stepper.asked = self.follower.asked = lambda: bool(stop)
-        self._progress = Progress(self.step, self.stream.positions(), self._guard.losses)
+        self._progress = self._reached()
         try:
             self.follower.begin(self._student(), self.step, self._due(self.settings.eval_every))
             self._train(stop)
@@ -240,6 +247,9 @@ class Run:
                 f"Stopped by a signal at step {self.step} of {self.budget.steps}; {self._save()}.",
                 "Run the same command to go on from the newest save.",
             ) from None
+        except TrainingError:
+            self.saves.set_aside(self.accelerator, self.step - self._guard.spikes)
+            raise
 
     def _train(self, stop: StopRequest) -> None:
         clock = Clock(self.budget.steps - self.step)
@@ -247,7 +257,7 @@ class Run:
         while self.step < self.budget.steps:
             result = self.next_step()
             self._guard.see(self.step, result.loss)
-            self._progress = Progress(self.step, self.stream.positions(), self._guard.losses)
+            self._progress = self._reached()
             since_log.append(result)
             if self._due(self.settings.log_every):
                 self._log(clock, since_log)
@@ -258,6 +268,10 @@ class Run:
                 self._save()
             if anyone(self.accelerator, bool(stop)) and self.step < self.budget.steps:
                 raise Abandoned
+        self._guard.refuse_end(self.step)
+
+    def _reached(self) -> Progress:
+        return Progress(self.step, self.stream.positions(), self._guard.losses, self._adjusted)
 
     def _due(self, every: int) -> bool:
         """At the last step, and every so many; 0: at the last alone."""
@@ -285,6 +299,7 @@ class Run:
             "tokens": self.budget.tokens,
             "tokens_read": self.stream.read,
             "steps": self.budget.steps,
+            "adjusted": self._adjusted,
             "data": texts[0] if len(texts) == 1 else texts,
             "epochs": self.stream.epochs()[0] if len(texts) == 1 else self.stream.epochs(),
             "processes": self.accelerator.num_processes,

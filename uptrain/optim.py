@@ -36,7 +36,7 @@ def freeze_the_rest(model: nn.Module, train: str) -> None:
     for name, parameter in model.named_parameters():
         trained = wanted.search(f".{name}") is not None
         parameter.requires_grad_(trained)
-        found |= trained
+        found |= trained and parameter.ndim >= 2  # a norm of keys alone is not what was meant
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no weights that `--train {train}` means.", "Take --train attention, or all."

@@ -121,6 +121,9 @@ class UptrainSettings(BaseModel):
         return Columns(self.source_column, self.target_column)
 
 
+# What `--resume always` may change besides: a run that diverged can go on more carefully. The record tells it.
+ADJUSTABLE = frozenset({"learning_rate", "final_learning_rate", "clip"})
+
 # What may change when a run resumes: how it is watched and saved, and how it computes the same thing.
 FREE_ON_RESUME = frozenset(
     {

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
 from .mixture import MixturePosition
-from .settings import FREE_ON_RESUME, UptrainSettings
+from .settings import ADJUSTABLE, FREE_ON_RESUME, UptrainSettings
 
 # accelerate warns at every save of tied weights that it stores them once, which is what we want
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
@@ -31,11 +31,16 @@ _SAVE = re.compile(_PREFIX + "([0-9]+)")  # neither one that is being written no
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps done, where each corpus stands, and the last losses without spikes."""
+    """How far a run has come: optimizer steps done, where each corpus stands, and the last losses without spikes.
+
+    Attributes:
+        adjusted: what was changed on the way, each time with the step: ``{"step": 9, "clip": [1.0, 0.5]}``.
+    """
 
     step: int
     positions: list[MixturePosition]
     losses: list[float] = field(default_factory=list)
+    adjusted: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Saves:
@@ -72,7 +77,8 @@ class Saves:
             accelerator.save_state(str(temporary))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                _mark_complete(temporary, progress, self._settings, self._identity)
+                identity = {**self._identity, "way of sharing weights": _sharing(accelerator)}
+                _mark_complete(temporary, progress, self._settings, identity)
                 shutil.rmtree(final, ignore_errors=True)
                 temporary.rename(final)
         except (OSError, RuntimeError, SafetensorError) as problem:  # torch says RuntimeError for a full disk
@@ -86,8 +92,11 @@ class Saves:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
 
-    def load_newest(self, accelerator: Accelerator) -> Progress | None:
+    def load_newest(self, accelerator: Accelerator, adjusting: bool = False) -> Progress | None:
         """Restore the newest complete save; None where there is none. Every process must call this.
+
+        Args:
+            adjusting: what is ``ADJUSTABLE`` may have changed.
 
         Raises:
             UsageError: the save belongs to a run with other settings, of another checkpoint or on other text, or the
@@ -103,11 +112,23 @@ class Saves:
             )
         if save is None:
             return None
-        _refuse_other_settings(UptrainSettings(**content["settings"]), self._settings, self.folder)
+        changed = _changed(UptrainSettings(**content["settings"]), self._settings)
+        _refuse_other_settings(changed, adjusting, self.folder)
+        _refuse_other_sharing(content["identity"], _sharing(accelerator), self.folder)
         _refuse_other_run(content["identity"], self._identity, self.folder)
         accelerator.load_state(str(save))
         positions = [MixturePosition.from_json(one) for one in content["positions"]]
-        return Progress(content["step"], positions, content.get("losses", []))
+        adjusted = content.get("adjusted", []) + ([{"step": content["step"], **changed}] if changed else [])
+        return Progress(content["step"], positions, content.get("losses", []), adjusted)
+
+    def set_aside(self, accelerator: Accelerator, step: int) -> None:
+        """Rename the saves of ``step`` and later, which may hold what spoilt the loss, where an older one is whole."""
+        saves = list(self.complete()) if accelerator.is_main_process else []
+        spoilt = [save for save in saves if int(save.name.removeprefix(_PREFIX)) >= step]
+        if len(spoilt) < len(saves):
+            for save in spoilt:
+                save.rename(save.with_name(f"suspect-{save.name}"))
+                warn(f"{save.name} may hold what spoilt the loss: it is suspect-{save.name} now, out of use.")
 
     def require_one(self) -> None:
         """Raise where there is nothing to go on from.
@@ -136,6 +157,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
         "step": progress.step,
         "positions": [position.to_json() for position in progress.positions],
         "losses": progress.losses,
+        "adjusted": progress.adjusted,
         "settings": settings.model_dump(),
         "identity": identity,
         "sizes": sizes,
@@ -164,12 +186,34 @@ def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Pat
         )
 
 
-def _refuse_other_settings(saved: UptrainSettings, wanted: UptrainSettings, folder: Path) -> None:
-    old, new = saved.model_dump(), wanted.model_dump()
-    changed = [name for name in new if name not in FREE_ON_RESUME and old.get(name) != new[name]]
-    if changed:
-        difference = ", ".join(f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in changed)
+def _sharing(accelerator: Accelerator) -> str:
+    """The form of a save hangs on it."""
+    return "FSDP2" if accelerator.is_fsdp2 else "none"
+
+
+def _refuse_other_sharing(saved: dict[str, Any], now: str, folder: Path) -> None:
+    before = saved.get("way of sharing weights", now)  # older saves do not say
+    if before != now:
         raise UsageError(
-            f"{folder} holds a run with other settings: {difference}.",
-            "Use the old settings to continue it, or throw it away with --resume never.",
+            f"{folder} holds a run whose way of sharing weights was {before} and is now {now}; saves cannot follow.",
+            "Go on with the --launch of before, or throw the run away with --resume never.",
         )
+
+
+def _changed(saved: UptrainSettings, wanted: UptrainSettings) -> dict[str, Any]:
+    """Settings that determine the weights and are not what they were: name → [before, now]."""
+    old, new = saved.model_dump(), wanted.model_dump()
+    return {
+        name: [old.get(name), new[name]] for name in new if name not in FREE_ON_RESUME and old.get(name) != new[name]
+    }
+
+
+def _refuse_other_settings(changed: dict[str, Any], adjusting: bool, folder: Path) -> None:
+    if not changed or (adjusting and changed.keys() <= ADJUSTABLE):
+        return
+    difference = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in changed.items())
+    going_on = "--resume always to go on with these, " if changed.keys() <= ADJUSTABLE else ""
+    raise UsageError(
+        f"{folder} holds a run with other settings: {difference}.",
+        f"Use the old settings to continue it, {going_on}or --resume never to throw it away.",
+    )

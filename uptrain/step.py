@@ -95,7 +95,9 @@ class Stepper:
                 _set_random_state(random_state)
                 raise Abandoned
             last = index == len(micro_batches) - 1
-            with nullcontext() if last else self._accelerator.no_sync(self._model):
+            # FSDP2 would keep the whole gradient on every device where it does not share it out at once
+            together = last or self._accelerator.is_fsdp2
+            with nullcontext() if together else self._accelerator.no_sync(self._model):
                 sums = self._sums(micro.to(self._accelerator.device))
                 # DDP and FSDP average gradients over processes; the division by all targets counted them already
                 self._accelerator.backward(sums.loss * (self._accelerator.num_processes / max(1, targets)))
@@ -139,7 +141,8 @@ class Stepper:
             raise TrainingError(
                 f"At step {step + 1} the loss is {result.loss} and the gradient norm {result.gradient_norm}: "
                 "the run diverged.",
-                "The last save is intact; lower --learning-rate or raise --warmup and start again with --resume never.",
+                "The saves before are intact: go on from them with a lower --learning-rate or --clip and --resume "
+                "always, or begin anew with --resume never.",
             )
 
 
@@ -157,6 +160,12 @@ def _set_random_state(states: list[Tensor]) -> None:
 def _whole(norm: Any) -> Any:
     """The norm over all shards."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+_AFTER_A_SPIKE = (
+    "The saves are from before: go on from them with a lower --learning-rate or --clip and --resume always, or look at "
+    "the text of these steps. --spike 0 goes on regardless."
+)
 
 
 class SpikeGuard:
@@ -202,6 +211,19 @@ class SpikeGuard:
             raise TrainingError(
                 f"At step {step} the loss is {loss:.3f}, and it has been over {self._factor:g} times the usual "
                 f"{usual:.3f} for {self.PATIENCE} steps.",
-                "The last save is from before; lower --learning-rate and start again with --resume never, or look at "
-                "the text of these steps. --spike 0 goes on regardless.",
+                _AFTER_A_SPIKE,
             )
+
+    def refuse_end(self, step: int) -> None:
+        """Raise where the run would end in a spike.
+
+        Raises:
+            TrainingError: the last loss was one.
+        """
+        if not self.calm:
+            raise TrainingError(f"The run ends at step {step} in a spike of the loss.", _AFTER_A_SPIKE)
+
+    @property
+    def spikes(self) -> int:
+        """In a row, up to the last loss."""
+        return self._spikes

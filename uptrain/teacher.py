@@ -17,6 +17,7 @@ from ..console import info, warn
 from ..errors import HeadfoldError, UsageError
 from .hidden import Taps
 from .idle import TAUGHT, refuse_idle
+from .isolation import refuse_leaks
 from .settings import UptrainSettings
 from .split import Split, divert
 
@@ -112,26 +113,37 @@ def load_teacher(
     tokenizer: Any,
     trust_remote_code: bool,
     tapped: bool = False,
+    isolated: bool = False,
 ) -> Teacher:
     """The frozen teacher in evaluation mode and in its own dtype; on a CPU without bf16 in float32, which is faster.
 
     Args:
         tapped: see :class:`Teacher`.
+        isolated: documents of a block must not see each other.
 
     Raises:
-        UsageError: its tokens are not the student's.
+        UsageError: its tokens are not the student's. UnsupportedError: its documents see each other.
     """
     slow = accelerator.device.type == "cpu" and accelerator.mixed_precision == "no"
     dtype = torch.float32 if slow else "auto"
     model = load_language_model(place, dtype=dtype, trust_remote_code=trust_remote_code)
     vocabulary = load_tokenizer(place, trust_remote_code=trust_remote_code).get_vocab()
-    widths = [one.get_output_embeddings().weight.shape[0] for one in (model, student)]
+    heads = [one.get_output_embeddings() or one.get_input_embeddings() for one in (model, student)]
+    widths = [head.weight.shape[0] for head in heads]
     if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
-        raise UsageError(
-            f"The teacher {place} has another vocabulary than the checkpoint, so it cannot be followed.",
-            "Distil from the checkpoint's own source, or pass --no-teacher.",
-        )
-    return Teacher(accelerator, model.to(accelerator.device).eval().requires_grad_(False), tapped)
+        raise other_vocabulary(place)
+    if not accelerator.is_fsdp2:  # sharding moves one layer after the other, so that none needs room for all
+        model = model.to(accelerator.device)
+    if isolated:
+        refuse_leaks(model)
+    return Teacher(accelerator, model.eval().requires_grad_(False), tapped)
+
+
+def other_vocabulary(place: str) -> UsageError:
+    return UsageError(
+        f"The teacher {place} has another vocabulary than the checkpoint, so it cannot be followed.",
+        "Distil from the checkpoint's own source, or pass --no-teacher.",
+    )
 
 
 def _shard(model: Any) -> None:

@@ -56,6 +56,28 @@ def test_a_folder_of_another_recipe_is_refused(recipe, tmp_path):
     assert run_recipe(watched, tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("section", "name"), [("eval", "data"), ("uptrain", "eval_data"), ("uptrain", "data"), ("convert", "calibration")]
+)
+def test_a_text_that_is_not_there_is_refused_before_anything_is_written(section, name, recipe, tmp_path):
+    changed = getattr(recipe, section).model_copy(update={name: str(tmp_path / "typo.jsonl")})
+    with pytest.raises(UsageError, match=r"no text file at .*typo\.jsonl"):
+        run_recipe(recipe.model_copy(update={section: changed}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_comparison_may_change_until_it_is_made(recipe, tmp_path):
+    """A trained model must not be lost to a mistake in what comes after it."""
+    report = run_recipe(recipe, tmp_path / "out")
+    other = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"tokens": 200})})
+    with pytest.raises(UsageError, match="belongs to another recipe"):
+        run_recipe(other, tmp_path / "out")
+    shutil.rmtree(report.parent)
+    assert run_recipe(other, tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="belongs to another recipe"):
+        run_recipe(recipe, tmp_path / "out")
+
+
 def test_a_folder_with_something_else_in_it_is_refused(recipe, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match="was not made by"):

@@ -193,7 +193,7 @@ def test_adafactor_is_refused_under_fsdp_before_a_model_is_read(tiny_t5, setting
 
 def test_without_a_config_the_budget_is_still_told(settings, capfd):
     wanted = settings(steps=None, fraction=0.5, pretraining_tokens=1000, batch=8)
-    rows = dict(look_ahead("./nowhere", wanted, Layout(8, True)))
+    rows = dict(look_ahead("some/nowhere", wanted, Layout(8, True)))
     assert rows == {"tokens": "512", "steps": "4", "tokens per step": "128", "processes": "8, weights shared (FSDP2)"}
     assert "no config.json" in capfd.readouterr().err
 
@@ -252,3 +252,21 @@ def test_a_dry_run_refuses_a_teacher_with_other_layers(tiny_checkpoint, settings
     assert look_ahead(tiny_checkpoint, alike, Layout())
     with pytest.raises(UsageError, match="hidden states cannot be compared"):
         look_ahead(tiny_checkpoint, alike.model_copy(update={"teacher": str(teacher)}), Layout())
+
+
+def test_a_dry_run_refuses_a_checkpoint_that_is_not_there_and_lets_the_hub_be_away(settings, tmp_path):
+    with pytest.raises(UsageError):
+        look_ahead(tmp_path / "typo", settings(), Layout())
+    assert look_ahead("some/model", settings(), Layout())
+
+
+def test_a_dry_run_refuses_a_teacher_of_another_vocabulary(tiny_checkpoint, settings, tmp_path):
+    import json
+    import shutil
+
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tiny_checkpoint, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(UsageError, match="another vocabulary"):
+        look_ahead(tiny_checkpoint, settings(teacher=str(teacher)), Layout())

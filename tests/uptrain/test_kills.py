@@ -42,6 +42,8 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_checkpoint, text_file
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["killed"] == 20
+    assert told["writing"] >= 3
+    assert told["went on"] >= 5  # beginning anew each time would give the same bits, too
     for number in range(told["finished"]):
         out = tmp_path / "runs" / f"run-{number}"
         assert same_weights(out, tmp_path / "runs" / "reference")
@@ -97,6 +99,40 @@ def test_a_spike_that_stays_stops_the_run_before_it_is_saved(tiny_checkpoint, se
     assert saves == ["step-00000018", "step-00000024"]
     monkeypatch.undo()
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
+
+
+def test_a_run_that_ends_in_a_spike_publishes_nothing(tiny_checkpoint, settings, tmp_path, monkeypatch):
+    real = loop.Stepper.__call__
+
+    def jump(self, step, batch):
+        result = real(self, step, batch)
+        return dataclasses.replace(result, loss=result.loss + 100) if step >= 38 else result
+
+    monkeypatch.setattr(loop.Stepper, "__call__", jump)
+    wanted, out = settings(steps=40, save_every=6), tmp_path / "out"
+    with pytest.raises(TrainingError, match="ends at step 40 in a spike"):
+        uptrain_checkpoint(tiny_checkpoint, out, wanted)
+    assert not out.exists()
+    assert (tmp_path / "out.training" / "step-00000036").exists()
+    assert uptrain_checkpoint(tiny_checkpoint, out, wanted.model_copy(update={"spike": 0.0})).exists()
+
+
+def test_a_save_whose_weights_may_have_spoilt_the_loss_is_set_aside(
+    tiny_checkpoint, settings, tmp_path, monkeypatch, capfd
+):
+    """The loss of step 31 is that of the weights saved after step 30."""
+    real = loop.Stepper.__call__
+
+    def jump(self, step, batch):
+        result = real(self, step, batch)
+        return dataclasses.replace(result, loss=result.loss + 100) if step >= 30 else result
+
+    monkeypatch.setattr(loop.Stepper, "__call__", jump)
+    with pytest.raises(TrainingError, match="At step 33"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=40, save_every=6))
+    saves = sorted(save.name for save in (tmp_path / "out.training").glob("s*-*"))
+    assert saves == ["step-00000024", "suspect-step-00000030"]
+    assert "may hold what spoilt the loss" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_short_spike_is_let_pass():

@@ -201,6 +201,30 @@ def test_resume_always_wants_a_whole_save(fault, tiny_checkpoint, settings, tmp_
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(), resume="always")
 
 
+def test_a_run_that_diverged_goes_on_more_carefully(tiny_checkpoint, settings, tmp_path, cut_power):
+    """Nothing else may change, and the record tells what did."""
+    cut_power(7, tiny_checkpoint, tmp_path / "out", settings())
+    with pytest.raises(UsageError, match=r"seed was 3 and is now 4"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(seed=4), resume="always")
+    careful = settings(learning_rate=1e-3, clip=0.5)
+    out = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", careful, resume="always")
+    entry = json.loads((out / "headfold.json").read_text())["history"][-1]
+    assert entry["adjusted"] == [{"step": 5, "learning_rate": [3e-3, 1e-3], "clip": [1.0, 0.5]}]
+    rates = {line["step"]: line["learning_rate"] for line in metrics(out, "train")}
+    assert rates[5] > 2e-3 > 1e-3 >= rates[6]
+
+
+def test_a_save_of_weights_that_were_shared_is_refused_by_name(tiny_checkpoint, settings, tmp_path, cut_power):
+    cut_power(7, tiny_checkpoint, tmp_path / "out", settings())
+    marker = tmp_path / "out.training" / "step-00000005" / "complete.json"
+    content = json.loads(marker.read_text())
+    assert content["identity"]["way of sharing weights"] == "none"
+    content["identity"]["way of sharing weights"] = "FSDP2"
+    marker.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="way of sharing weights was FSDP2 and is now none"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
+
+
 def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpoint, settings, tmp_path):
     """Old Llama checkpoints carry rotary buffers, and some store the tied head a second time."""
     import shutil
