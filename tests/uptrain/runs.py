@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 class OneProcess:
     """As much of accelerate as one process needs."""
 
-    num_processes, device = 1, torch.device("cpu")
+    num_processes, device, is_fsdp2 = 1, torch.device("cpu"), False
 
     def backward(self, loss):
         loss.backward()
