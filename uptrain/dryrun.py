@@ -74,10 +74,8 @@ def look_ahead(
     student = Shape.of(model)
     place = _teacher_on_paper(settings, source)
     taught_by, teacher_bytes = on_paper(place, trust_remote_code=trust_remote_code) if place else (None, 0)
-    if place and taught_by is not None and Shape.of(taught_by).vocabulary != student.vocabulary:
-        raise other_vocabulary(place)
-    if settings.hidden_weight and taught_by is not None:
-        refuse_unlike_layers(Taps(model), Taps(taught_by))
+    if place and taught_by is not None:
+        _refuse_teacher(settings, model, place, taught_by)
     cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
     plan = plan_cost(
         settings,
@@ -119,6 +117,18 @@ def _refuse_text(settings: UptrainSettings, source: Checkpoint, model: Any, trus
         open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if any(source.folder.glob("tokenizer*")):  # a config alone is enough for the rest of a dry run
         choose_exercise(settings, load_tokenizer(source.folder, trust_remote_code=trust_remote_code), model)
+
+
+def _refuse_teacher(settings: UptrainSettings, model: Any, place: str, teacher: Any) -> None:
+    """Raise where the run would for its teacher, as far as that shows without weights.
+
+    Raises:
+        UsageError: another vocabulary, or layers that cannot be compared where they are to be.
+    """
+    if Shape.of(teacher).vocabulary != Shape.of(model).vocabulary:
+        raise other_vocabulary(place)
+    if settings.hidden_weight:
+        refuse_unlike_layers(Taps(model), Taps(teacher))
 
 
 def _computing(settings: UptrainSettings, layout: Layout, here: bool) -> tuple[bool, bool]:
