@@ -132,10 +132,10 @@ def load_teacher(
     widths = [head.weight.shape[0] for head in heads]
     if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
         raise other_vocabulary(place)
+    if isolated:  # before it moves: what is tried lies on the CPU
+        refuse_leaks(model)
     if not accelerator.is_fsdp2:  # sharding moves one layer after the other, so that none needs room for all
         model = model.to(accelerator.device)
-    if isolated:
-        refuse_leaks(model)
     return Teacher(accelerator, model.eval().requires_grad_(False), tapped)
 
 

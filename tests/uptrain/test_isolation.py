@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
+from headfold.uptrain import teacher
 from headfold.uptrain.batch import PackedBatch
 from headfold.uptrain.headloss import teach_in_chunks
 from headfold.uptrain.isolation import refuse_leaks
@@ -86,6 +87,23 @@ def test_a_model_whose_documents_leak_is_refused():
     leaky.forward = lambda *, position_ids=None, **inputs: own(leaky, **inputs)
     with pytest.raises(UnsupportedError, match="see each other"):
         refuse_leaks(leaky)
+
+
+def test_a_teacher_whose_documents_leak_is_refused(tiny_checkpoint, settings, tmp_path, monkeypatch):
+    """Its logits would be of a text that the student does not see; without isolation they are welcome."""
+    real = teacher.load_language_model
+
+    def leaking(*arguments, **named):
+        model = real(*arguments, **named)
+        own = type(model).forward
+        model.forward = lambda *, position_ids=None, **inputs: own(model, **inputs)
+        return model
+
+    monkeypatch.setattr(teacher, "load_language_model", leaking)
+    wanted = settings(teacher=str(tiny_checkpoint), steps=2)
+    with pytest.raises(UnsupportedError, match="see each other"):
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted.model_copy(update={"isolate_documents": True}))
+    assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
 
 
 def test_a_run_keeps_documents_apart_when_told_to(tiny_checkpoint, settings, tmp_path):
