@@ -24,10 +24,10 @@ import torch
 from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.corpus import Document, open_corpus
-from headfold.eval.batches import collate, group_windows
-from headfold.eval.memory import peak_bytes
-from headfold.eval.perplexity import score
-from headfold.eval.windows import TokenDocument, tokenize_documents
+from headfold.eval.scoring.batches import collate, group_windows
+from headfold.eval.measures.capacity import peak_bytes
+from headfold.eval.scoring.perplexity import score
+from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
 
 BUNDLED = Path(__file__).parent.parent / "recipes" / "bundled" / "stdlib-5m-mha"
 BARS = {"bare forward pass": (0.9, "at least"), "lm-eval": (2.0, "at least"), "peak memory": (0.5, "at most")}

@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from headfold.convert import calibration
-from headfold.convert.fit import RefineSettings
-from headfold.convert.refit import refine_folder
+from headfold.convert.calibration.collect import collect as calibration
+from headfold.convert.refinement.fit import RefineSettings
+from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
 
 from convert import make_checkpoint, watched

@@ -9,9 +9,9 @@ from typing import Any
 from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError
-from .families import head_counts
-from .shapes import resolved_config
-from .verify import verify
+from .family.family import head_counts
+from .family.meta_model import resolved_config
+from .family.verify import verify
 
 _ABSENT = "absent"
 

@@ -16,15 +16,15 @@ from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor
 from ..console import human_bytes
 from ..errors import UnsupportedError, UsageError
-from .blocks import Block
-from .config import with_number
-from .families import Family, find_family, refuse_quantised
-from .freedom import freedom
-from .methods import METHODS, Method
-from .rewrites.checkpoint import RetypedCheckpoint, RewrittenCheckpoint
+from .family.attention_layer import Block
+from .family.config_edit import with_number
+from .family.family import Family, find_family, refuse_quantised
+from .family.freedom import freedom
+from .methods.table import METHODS, Method
+from .rewrites.retyped import RetypedCheckpoint, RewrittenCheckpoint
 from .rewrites.routes import rewritten
-from .seq2seq import as_own, is_pair, side
-from .settings import present
+from .rewrites.encoder_decoder import as_own, is_pair, side
+from .family.kv_config import present
 
 GROUPINGS = ("contiguous", "similarity")
 

@@ -72,7 +72,7 @@ def evaluate(
         given[name] = None if given[name] is None else numbers(given[name])
     settings = _settings(given)
     from .compare import compare
-    from .report import print_report
+    from .report.write import print_report
 
     results = compare(
         source, others or [], out=out, settings=settings, overwrite=overwrite, trust_remote_code=trust_remote_code
@@ -80,7 +80,7 @@ def evaluate(
     if console.is_main_process():
         print_report(results)
         if card:
-            from .cards import write_cards
+            from .report.model_card import write_cards
 
             write_cards(results)
         console.result(out / "report.html")
@@ -113,8 +113,8 @@ def report(
     Results that are merged must be of the same source on the same tokens; a folder that `headfold sweep` wrote adds its
     curve to the page.
     """
-    from .merge import gather
-    from .report import final_loss, print_report, rebuild_report
+    from .report.merge import gather
+    from .report.write import final_loss, print_report, rebuild_report
 
     limit = None if fail_over is None else share(fail_over)
     found = gather(results)

@@ -13,22 +13,22 @@ from typing import Any
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..console import info
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
-from .against import Pair, against_source
-from .footprint import DecodeSettings
-from .harness import TaskSettings, find_tasks, task_identity
-from .kept import Kept
-from .limits import choose_device, device_name
-from .needle import NeedleSettings, hide
-from .processes import join_processes, process_count
+from .vs_source import Pair, against_source
+from .measures.kv_cache import DecodeSettings
+from .measures.tasks import TaskSettings, find_tasks, task_identity
+from .scoring.resume import Kept
+from .scoring.limits import choose_device, device_name
+from .measures.retrieval import NeedleSettings, hide
+from .scoring.processes import join_processes, process_count
 from .protocol import Protocol, settle
-from .report import write_report
+from .report.write import write_report
 from .results import Measured, collect
 from .runner import Runner
 from .settings import EvalSettings
-from .source_cache import SourceCache
-from .subjects import Subject, open_subjects, tokenize_for_all
-from .targets import Asking
-from .windows import TokenText, make_windows
+from .scoring.source_cache import SourceCache
+from .models import Subject, open_subjects, tokenize_for_all
+from .scoring.targets import Asking
+from .scoring.windows import TokenText, make_windows
 
 
 def compare(

@@ -12,7 +12,7 @@ Schema 2, the keys a reader may rely on::
                     bits_per_byte, nll_nats (one per document), cache_bytes_per_token, cross_cache_bytes_per_token
                     (of an encoder-decoder, per token read; null of others), cache_formula_bytes, capacity, decode[],
                     needle[], tasks[], recovery[]
-    models[1:]      also against_source, see :mod:`headfold.eval.against`
+    models[1:]      also against_source, see :mod:`headfold.eval.vs_source`
 
 An estimate is ``{"value", "low", "high"}``; low and high are null with a single document. What was not measured is null
 or an empty list.
@@ -30,15 +30,15 @@ from typing import Any
 
 import numpy as np
 
-from .footprint import DecodeTimes, spread
-from .harness import Answered
-from .intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
-from .memory import CacheSize
-from .needle import Retrieved, gains
-from .perplexity import Scores, exponential
-from .recovery import read_recovery
-from .subjects import Subject
-from .windows import TokenText
+from .measures.kv_cache import DecodeTimes, spread
+from .measures.tasks import Answered
+from .measures.intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
+from .measures.capacity import CacheSize
+from .measures.retrieval import Retrieved, gains
+from .scoring.perplexity import Scores, exponential
+from .measures.recovery import read_recovery
+from .models import Subject
+from .scoring.windows import TokenText
 
 SCHEMA, KIND = 2, "headfold.eval"
 _PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
@@ -50,7 +50,7 @@ class Measured:
 
     Attributes:
         formula_bytes: KV cache per token by the config, None where it does not say.
-        capacity: what fits into a given memory, see :func:`headfold.eval.memory.capacity`.
+        capacity: what fits into a given memory, see :func:`headfold.eval.measures.capacity.capacity`.
         cross_cache: of an encoder-decoder: what a token that is read takes; ``cache`` is then of those written.
     """
 

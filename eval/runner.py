@@ -13,20 +13,20 @@ import torch
 
 from ..console import info
 from ..errors import CheckpointError
-from .against import Pair
-from .footprint import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
-from .harness import Answered, TaskSettings, answer_tasks
-from .kept import Kept
-from .memory import CacheSize, capacity
-from .needle import Hidden, Retrieved, retrieve
-from .paired import SourceScores, score_beside
-from .perplexity import Scores
+from .vs_source import Pair
+from .measures.kv_cache import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
+from .measures.tasks import Answered, TaskSettings, answer_tasks
+from .scoring.resume import Kept
+from .measures.capacity import CacheSize, capacity
+from .measures.retrieval import Hidden, Retrieved, retrieve
+from .scoring.paired import SourceScores, score_beside
+from .scoring.perplexity import Scores
 from .protocol import Protocol
-from .reading import Reading
+from .scoring.score_loop import Reading
 from .results import Measured, pooled
-from .source_cache import CachedSource, SourceCache
-from .subjects import Subject
-from .windows import TokenText
+from .scoring.source_cache import CachedSource, SourceCache
+from .models import Subject
+from .scoring.windows import TokenText
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

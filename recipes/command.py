@@ -34,7 +34,7 @@ def sweep(
     Rows that are measured are kept, so a sweep that was stopped goes on.
     """
     from ..convert.calibrated import Calibration
-    from ..eval.tradeoff import COLUMNS, RESULTS_NAME, SweepRow, table_rows
+    from ..eval.report.sweep import COLUMNS, RESULTS_NAME, SweepRow, table_rows
     from .sweep import SweepSettings
     from .sweep import sweep as run_sweep
 
@@ -75,7 +75,7 @@ def run(
     if dry_run:
         _look_ahead(loaded, launch)
         return
-    from ..uptrain.launch import find_launch
+    from ..uptrain.processes.launch import find_launch
     from .run import run_recipe
 
     console.result(run_recipe(loaded, folder, find_launch(launch) if launch else None))
@@ -85,8 +85,8 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
     """Print the recipe, and what its uptraining will take; its teacher is the source itself."""
     import yaml
 
-    from ..uptrain.dryrun import look_ahead
-    from ..uptrain.launch import Layout, find_launch, read_layout
+    from ..uptrain.estimate.dryrun import look_ahead
+    from ..uptrain.processes.launch import Layout, find_launch, read_layout
     from .run import refuse_absent_text
 
     refuse_absent_text(recipe)

@@ -126,7 +126,7 @@ def uptrain(
     if dry_run:
         _look_ahead(checkpoint, settings, launch, measure, _bytes(device_memory), trust_remote_code)
     elif launch is not None:
-        from . import launch as launching
+        from .processes import launch as launching
 
         launching.launch(launching.find_launch(launch), launching.without_launch(sys.argv[1:]))
     else:
@@ -147,8 +147,8 @@ def _look_ahead(
     trust_remote_code: bool,
 ) -> None:
     """Print what the run will take."""
-    from .dryrun import look_ahead, measure
-    from .launch import Layout, find_launch, read_layout
+    from .estimate.dryrun import look_ahead, measure
+    from .processes.launch import Layout, find_launch, read_layout
 
     layout = Layout() if launch is None else read_layout(find_launch(launch))
     rows = look_ahead(checkpoint, settings, layout, device_bytes=device_bytes, trust_remote_code=trust_remote_code)

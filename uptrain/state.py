@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
-from .mixture import MixturePosition
+from .data.mixture import MixturePosition
 from .settings import ADJUSTABLE, FREE_ON_RESUME, UptrainSettings
 
 # accelerate warns at every save of tied weights that it stores them once, which is what we want

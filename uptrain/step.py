@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import TrainingError
-from .batch import Batch
-from .budget import refuse_uneven
-from .devices import Abandoned, anyone
-from .headloss import Lesson
-from .losses import Objective, Sums
+from .data.batches import Batch
+from .estimate.budget import refuse_uneven
+from .processes.devices import Abandoned, anyone
+from .loss.chunked import Lesson
+from .loss.token_losses import Objective, Sums
 from .optim import set_learning_rate
 from .settings import UptrainSettings
-from .teacher import Teacher
+from .models.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Stepper:
     """Turns one batch of blocks into one update of the weights.
 
     Args:
-        model: the prepared student, taught in chunks (:func:`headfold.uptrain.headloss.teach_in_chunks`).
+        model: the prepared student, taught in chunks (:func:`headfold.uptrain.loss.chunked.teach_in_chunks`).
         learning_rate: of step 0, 1, …
         teacher: what to distil from, or None.
 

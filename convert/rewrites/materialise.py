@@ -20,8 +20,8 @@ from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files
 from ...console import info, progress, warn
 from ...errors import CheckpointError
 from ..serving import ignored_by
-from ..verify import verify
-from .checkpoint import RetypedCheckpoint, RewrittenCheckpoint
+from ..family.verify import verify
+from .retyped import RetypedCheckpoint, RewrittenCheckpoint
 
 _REWRITTEN = ".rewritten-"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model")

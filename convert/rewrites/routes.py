@@ -12,12 +12,12 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
-from ..shapes import known_type, model_class, resolved_config
+from ..family.meta_model import known_type, model_class, resolved_config
 from . import sources, sources_own
-from .checkpoint import RewrittenCheckpoint, headers_of
+from .retyped import RewrittenCheckpoint, headers_of
 from .decoder import Decoder, Settings
-from .own import OWN_DECODER
-from .reading import Reader
+from .targets_own import OWN_DECODER
+from .reader import Reader
 from .targets import GPT_BIGCODE, NEMOTRON, PHI, Target
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "task_specific_params")

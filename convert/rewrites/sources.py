@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from .decoder import Decoder, Layer, Linear, Settings
 from .lazy import wide
-from .reading import Reader, by_side, even_rotary_dim, factor_for
+from .reader import Reader, by_side, even_rotary_dim, factor_for
 
 _CODEGEN_SHARDS = 4
 """CodeGen keeps its rows in the order of the four devices that it was trained on."""

@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from .decoder import Decoder, Layer, Linear, Settings
-from .reading import Reader, by_side
+from .reader import Reader, by_side
 from .sources import dropouts, split_heads, third
 
 

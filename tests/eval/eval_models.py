@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from headfold.eval.windows import TokenDocument
+from headfold.eval.scoring.windows import TokenDocument
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

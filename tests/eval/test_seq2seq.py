@@ -11,17 +11,17 @@ from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.corpus import open_corpus
 from headfold.errors import UnsupportedError, UsageError
 from headfold.eval.compare import compare
-from headfold.eval.footprint import (
+from headfold.eval.measures.kv_cache import (
     DecodeSettings,
     cache_formula,
     measure_cache,
     measure_cross_cache,
     measure_decoding,
 )
-from headfold.eval.perplexity import score
-from headfold.eval.report import print_report, rebuild_report
+from headfold.eval.scoring.perplexity import score
+from headfold.eval.report.write.write import print_report, rebuild_report
 from headfold.eval.settings import EvalSettings
-from headfold.eval.targets import Asking, TargetDocument, target_text
+from headfold.eval.scoring.targets import Asking, TargetDocument, target_text
 from headfold.pairs import Pair, padded
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -214,7 +214,7 @@ def test_decoding_is_timed_with_the_cache(tiny_t5, monkeypatch):
 
 
 def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
-    from headfold.eval.footprint import _forward, _prompt
+    from headfold.eval.measures.kv_cache import _forward, _prompt
 
     model = load_language_model(tiny_t5)
     ids_BT = torch.tensor([[4, 5, 6, 7, 3]])
@@ -231,7 +231,7 @@ def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
 def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
     from headfold.eval.protocol import settle
-    from headfold.eval.subjects import open_subjects
+    from headfold.eval.models import open_subjects
 
     settle(EvalSettings(dtype=dtype), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
     assert ("overflows float16" in capfd.readouterr().err.replace("\n", " ")) is warned
@@ -247,7 +247,7 @@ def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
 )
 def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, tiny_t5, capfd):
     from headfold.eval.protocol import settle
-    from headfold.eval.subjects import open_subjects
+    from headfold.eval.models import open_subjects
 
     settle(EvalSettings(**given), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
     said = " ".join(capfd.readouterr().err.split())

@@ -42,7 +42,7 @@ def test_every_recipe_can_be_looked_at_without_weights(name, capsys):
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "olmo-1b", "pythia-1.4b", "t5-v1.1-large", "t5-v1.1-xxl"])
 def test_pretraining_tokens_of_recipes_are_those_of_the_table(name):
-    from headfold.uptrain.pretraining import known_pretraining
+    from headfold.uptrain.estimate.pretraining import known_pretraining
 
     recipe = load_recipe(name)
     assert known_pretraining(recipe.checkpoint).tokens == recipe.uptrain.pretraining_tokens

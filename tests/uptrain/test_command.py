@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from headfold.errors import UsageError
 from headfold.uptrain.command import _settings
-from headfold.uptrain.launch import as_options
+from headfold.uptrain.processes.launch import as_options
 from headfold.uptrain.settings import UptrainSettings
 from runs import called
 

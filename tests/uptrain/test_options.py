@@ -73,7 +73,7 @@ def test_metrics_also_go_to_the_trackers(tiny_checkpoint, settings, tmp_path):
 
 
 def test_a_tracker_that_is_not_there_is_named(monkeypatch):
-    from headfold.uptrain import trackers
+    from headfold.uptrain.monitor import trackers
 
     with pytest.raises(UsageError, match="no tracker 'abacus'"):
         trackers.chosen_trackers(["abacus"])

@@ -12,14 +12,14 @@ from headfold.corpus import Columns, open_corpus
 from headfold.errors import UnsupportedError, UsageError
 from headfold.pairs import Pair, PairEncoder, padded
 from headfold.spans import SpanCorruption
-from headfold.uptrain.batch import PairBatch
-from headfold.uptrain.exercise import Pairs, Spans
-from headfold.uptrain.headloss import Lesson, teach_in_chunks
+from headfold.uptrain.data.packed.batches import PairBatch
+from headfold.uptrain.data.packed.objective import Pairs, Spans
+from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.losses import Objective
-from headfold.uptrain.mixture import Mixture, MixturePosition, Part
+from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.data.packed.mixture import Mixture, MixturePosition, Part
 from headfold.uptrain.optim import make_optimizer
-from headfold.uptrain.split import Split
+from headfold.uptrain.loss.head import Split
 from headfold.uptrain.step import Stepper
 from runs import OneProcess, metrics, same, weights
 from tiny import randomise, tiny_config
@@ -333,7 +333,7 @@ def test_what_needs_a_decoder_alone_refuses_a_pair(tiny_t5):
 
 def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     """By hand: the encoder and the keys and values of cross-attention once a source token, the rest once a target."""
-    from headfold.uptrain.cost import Shape, flops_per_token, plan_cost, targets_per_token
+    from headfold.uptrain.estimate.cost import Shape, flops_per_token, plan_cost, targets_per_token
     from headfold.uptrain.settings import UptrainSettings
 
     model = load_language_model(tiny_t5)
@@ -354,7 +354,7 @@ def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
 
 @pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100"])
 def test_dropout_goes_where_the_settings_say(model_type):
-    from headfold.uptrain.dropout import set_dropout
+    from headfold.uptrain.models.dropout import set_dropout
 
     over = {"dropout_rate": 0.5, "dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
     config = tiny_config(model_type, decoder_start_token_id=0, pad_token_id=1, **over, encoder_layerdrop=0.0,
@@ -370,7 +370,7 @@ def test_dropout_goes_where_the_settings_say(model_type):
 
 def test_a_converted_bart_loses_its_dropout_too(tmp_path):
     from headfold import convert_checkpoint
-    from headfold.uptrain.dropout import set_dropout
+    from headfold.uptrain.models.dropout import set_dropout
 
     model = tiny_pair_model("bart")
     for name in ("dropout", "attention_dropout", "activation_dropout"):

@@ -1,0 +1,1 @@
+"""Calibration text and the statistics that methods take from it."""

@@ -1,0 +1,162 @@
+"""Saved calibration statistics: one second moment per layer in a safetensors file, read a layer at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...checkpoint.header import encode_header
+from ...errors import CheckpointError, UsageError
+
+_KIND, _KIND_VALUE = "kind", "headfold statistics 1"
+SOURCE, TOKENS = "source_digest", "tokens"
+"""Keys of the metadata: which checkpoint the statistics are of, and from how many tokens."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """E[x xᵀ] at the attention's input of every layer, x extended by a constant 1 as last index.
+
+    Attributes:
+        layers: how many layers it holds.
+        metadata: which source, which text, how many tokens; see ``SOURCE`` and ``TOKENS``.
+    """
+
+    file: Path
+    layers: int
+    metadata: dict[str, str]
+
+    @classmethod
+    def open(cls, file: Path) -> Statistics:
+        """Look at a statistics file; no matrix is read.
+
+        Raises:
+            UsageError: there is no such file.
+            CheckpointError: it is damaged, or holds something else.
+        """
+        if not file.is_file():
+            raise UsageError(f"There is no statistics file {file}.", "Check the path given to --statistics.")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                metadata, names = dict(tensors.metadata() or {}), list(tensors.keys())
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{file} is no statistics file: {problem}.", "Collect it again.") from problem
+        if metadata.pop(_KIND, None) != _KIND_VALUE:
+            raise CheckpointError(f"{file} holds no calibration statistics.", "Give the file that calibration wrote.")
+        return cls(file, sum(name.endswith(_ENDING) for name in names), metadata)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the means are over."""
+        return int(self.metadata[TOKENS])
+
+    def second_moment(self, layer: int) -> Tensor:
+        """(C+1)×(C+1), float64; of cross-attention (2, C+1, C+1): what keys and values, and what queries are made of.
+
+        Reads this layer only.
+        """
+        with safe_open(self.file, framework="pt") as tensors:
+            moment_EE: Tensor = tensors.get_tensor(_name(layer))
+            if _query_name(layer) in tensors.keys():  # noqa: SIM118 - no mapping
+                moment_EE = torch.stack([moment_EE, tensors.get_tensor(_query_name(layer))])
+        return moment_EE
+
+    def require_source(self, digest: str, layers: int) -> None:
+        """Refuse statistics of another checkpoint.
+
+        Args:
+            digest: of the checkpoint about to be converted.
+            layers: how many attention blocks it has.
+
+        Raises:
+            UsageError: they were collected from another checkpoint.
+        """
+        if self.metadata.get(SOURCE, digest) != digest or self.layers != layers:
+            raise UsageError(
+                f"The statistics in {self.file} were collected from another checkpoint.",
+                "Collect them from the one you convert: leave --statistics out, or name a new file.",
+            )
+
+
+class Sums:
+    """The second moments of a file in the making, as sums that grow in place.
+
+    They lie in the file from the start, because for a large model they are larger than a layer of it; a matrix is
+    mapped only while it is added to, so the resident memory is that of one.
+    """
+
+    def __init__(self, file: Path, widths: Sequence[int], offset: int) -> None:
+        self._file, self._widths, self._offset = file, widths, offset
+        self.counts = [0] * len(widths)
+
+    def add(self, layer: int, x_NC: Tensor) -> None:
+        """Add x xᵀ of N tokens: the product in float32, the sum in float64."""
+        x_NC = x_NC.float()
+        hidden = x_NC.shape[1]
+        sum_EE = self._map(layer)
+        sum_EE[:hidden, :hidden] += (x_NC.T @ x_NC).cpu().numpy()
+        column_C = x_NC.sum(0, dtype=torch.float64).cpu().numpy()
+        sum_EE[hidden, :hidden] += column_C
+        sum_EE[:hidden, hidden] += column_C
+        sum_EE[hidden, hidden] += len(x_NC)
+        self.counts[layer] += len(x_NC)
+
+    def divide(self) -> None:
+        """Turn the sums into means."""
+        for layer, count in enumerate(self.counts):
+            mean_EE = self._map(layer)
+            mean_EE /= max(count, 1)
+
+    def _map(self, layer: int) -> Any:
+        begin = self._offset + 8 * sum(width * width for width in self._widths[:layer])
+        width = self._widths[layer]
+        return np.memmap(self._file, np.float64, "r+", begin, (width, width))
+
+
+@contextmanager
+def writing_statistics(
+    file: Path, hidden: Sequence[int], metadata: dict[str, str], *, crossing: Sequence[int] = ()
+) -> Iterator[Sums]:
+    """Give sums to add to; when the block ends well, ``file`` appears with their means.
+
+    Args:
+        hidden: width C of the attention's input, layer by layer.
+        crossing: layers whose queries are made of something else than keys and values; sums for these inputs follow
+            those of all layers.
+    """
+    unfinished = file.with_name(f".{file.name}.unfinished-{os.getpid()}")
+    widths = [width + 1 for width in (*hidden, *(hidden[layer] for layer in crossing))]
+    names = [*map(_name, range(len(hidden))), *map(_query_name, crossing)]
+    entries = [(name, "F64", (width, width)) for name, width in zip(names, widths, strict=True)]
+    header = encode_header(entries, {**metadata, _KIND: _KIND_VALUE})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(header)
+            stream.truncate(len(header) + 8 * sum(width * width for width in widths))
+        sums = Sums(unfinished, widths, len(header))
+        yield sums
+        sums.divide()
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+_ENDING = ".second_moment"
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}{_ENDING}"
+
+
+def _query_name(layer: int) -> str:
+    return f"layers.{layer}.second_moment_of_queries"

@@ -1,0 +1,1 @@
+"""What is known of a model type: where its attention lies on disk, and what may be changed in it."""

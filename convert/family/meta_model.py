@@ -1,0 +1,174 @@
+"""What a model class expects: built on the meta device, it has names and shapes but no memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ...checkpoint.modelling import own_type, register
+from ...checkpoint.source import CONFIG_NAME
+from ...errors import CheckpointError, UnsupportedError
+from .sanity import refuse_absurd
+
+_CLASS_TABLES = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No warnings and no progress bars of transformers: what matters is checked here and said in our words."""
+    library: Any = transformers.utils.logging
+    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(logging.CRITICAL)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()
+
+
+def known_type(config: dict[str, Any]) -> str:
+    """The model type, when transformers has a class of its own for it.
+
+    Raises:
+        UnsupportedError: the type is missing or unknown, or lives in the checkpoint's own code.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedError(
+            "config.json has no model_type, so its layout is not known.", "Add the right model_type."
+        )
+    own = own_type(config)
+    if own is not None:
+        register(own)
+    if model_type in CONFIG_MAPPING:
+        return model_type
+    if "auto_map" in config:
+        raise UnsupportedError(
+            f"The type {model_type} needs the checkpoint's own code, which headfold does not run to convert.",
+            "Re-key the checkpoint to a type of transformers (many such types are Llama or Qwen2 under another name).",
+        )
+    raise UnsupportedError(
+        f"transformers {transformers.__version__} does not know the type {model_type}.",
+        "A newer transformers may know it.",
+    )
+
+
+def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
+    """The class that config.json names, else the type's language model class.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    model_type = known_type(config)
+    own = own_type(config)
+    if own is not None:
+        return own.classes()[1]  # type: ignore[no-any-return]
+    usual = [table[model_type] for table in _CLASS_TABLES if model_type in table]
+    named = config.get("architectures")
+    for name in [*(named if isinstance(named, list) else ()), *usual]:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+            continue
+        if name in usual or issubclass(CONFIG_MAPPING[model_type], found.config_class or ()):
+            return found
+    raise UnsupportedError(f"transformers has no language model class for the type {model_type}.")
+
+
+def resolved_config(config: dict[str, Any]) -> PretrainedConfig:
+    """config.json as its class sees it, with the class's defaults.
+
+    Raises:
+        CheckpointError: the class refuses the values.
+    """
+    model_type = known_type(config)
+    refuse_absurd(config)
+    with quiet_transformers(), tempfile.TemporaryDirectory() as place:
+        # Through a file, because the loader decodes more than from_dict does (infinities, old spellings).
+        (Path(place) / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
+        try:
+            return CONFIG_MAPPING[model_type].from_pretrained(place)
+        except Exception as problem:  # config classes raise whatever their validators raise
+            raise CheckpointError(
+                f"config.json is refused by {CONFIG_MAPPING[model_type].__name__}: {first_line(problem)}",
+                "Check that this checkpoint loads in transformers.",
+            ) from problem
+
+
+def build(model_class: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
+    """The model on the meta device.
+
+    Raises:
+        UnsupportedError: the class cannot be built with these values.
+    """
+    resolved = resolved_config(config)
+    cls: Any = model_class
+    with quiet_transformers(), torch.device("meta"):
+        try:
+            model: PreTrainedModel = cls._from_config(resolved)
+        except Exception as problem:  # a model class raises whatever its layers raise
+            raise UnsupportedError(
+                f"{model_class.__name__} cannot be built with these settings: {first_line(problem)}"
+            ) from problem
+    return model
+
+
+def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:
+    """Disk name → the parameter that the class's loader fills from it, for all tensors that it only renames.
+
+    Tensors that are cut, stacked or permuted while loading (experts, for example) are absent.
+    """
+    return {disk: name for disk, name, pattern in _renamed(model, disk_names) if pattern is None}
+
+
+def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Disk name → the parameters whose rows, one after the other, the class's loader cuts it into."""
+    cuts = {}
+    for transform in get_model_conversion_mapping(model):
+        operations = getattr(transform, "operations", [])
+        if len(operations) == 1 and isinstance(operations[0], Split) and operations[0].dim == 0:
+            cuts[transform.source_patterns[0]] = list(transform.target_patterns)
+    found = {}
+    for disk, name, pattern in _renamed(model, disk_names) if cuts else ():
+        if pattern in cuts:
+            first = cuts[pattern][0]
+            found[disk] = tuple(name.replace(first, target) for target in cuts[pattern])
+    return found
+
+
+def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:
+    """(disk name, name in the class, the pattern by which it is not only renamed)."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    expected = model.state_dict()
+    for disk_name in disk_names:
+        name, pattern = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, expected)
+        yield disk_name, name, pattern
+
+
+def first_line(problem: BaseException) -> str:
+    """The first words of an error that another library raised."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if isinstance(problem, KeyError) or not lines:
+        return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
+    return lines[0]

@@ -1,0 +1,1 @@
+"""How a group of KV heads becomes one: the table of methods and their mathematics."""

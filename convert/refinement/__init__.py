@@ -1,0 +1,1 @@
+"""Fit each converted attention block to the source on calibration text, layer by layer."""

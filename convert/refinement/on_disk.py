@@ -1,0 +1,154 @@
+"""Refine a converted checkpoint on disk: load it beside its source, fit, and write the fitted tensors back."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.header import TensorInfo, torch_dtype
+from ...checkpoint.source import Checkpoint
+from ...errors import UnsupportedError
+from ..family.attention_layer import Block
+from ..calibration.collect import load_for_calibration
+from .fit import RefineSettings
+from .layer_runner import decoder_layers, layer_index
+from .refine import projections, refine_layers, whole_batches
+from ..family.meta_model import memory_names
+from .resume import LayerFit, RefineWork
+
+_GLANCE = 8
+"""Tokens of two blocks that show how a model's layers are called."""
+
+
+def refine_folder(
+    source: Path,
+    folder: Path,
+    blocks: Sequence[Block],
+    text_NT: Tensor,
+    settings: RefineSettings,
+    *,
+    work: Path | None = None,
+    conversion: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> list[LayerFit]:
+    """Fit the attention of the checkpoint in ``folder`` to ``source``, in place.
+
+    Both models stay on disk where they do not fit into memory together; then one layer of one of them is in memory.
+
+    Args:
+        source: the checkpoint that ``folder`` was converted from.
+        folder: the converted checkpoint, not yet published: it is changed when all layers are fitted.
+        blocks: its attention blocks.
+        text_NT: calibration text as token ids, see :func:`headfold.convert.calibration.collect.token_blocks`.
+        work: a folder in which a killed refinement is found again; it stays there. None: a temporary one.
+        conversion: how ``folder`` was made, by names that a user knows; a part of the identity of the work.
+
+    Raises:
+        DataError: too little text.
+        UnsupportedError: the model's layers are no plain chain, or its projections are not separate tensors.
+        UsageError: ``work`` holds another refinement.
+        CheckpointError: one of the two cannot be loaded.
+    """
+    places = Checkpoint.open(folder)
+    original = Checkpoint.open(source)
+    with tempfile.TemporaryDirectory(prefix="headfold-") as name:
+        scratch = Path(name)
+        identity = identity_of(original, text_NT, settings, conversion or {})
+        progress = RefineWork(work or scratch / "work", {**identity, "result of the method": places.digest()})
+        models: list[Any] = []
+        for side, checkpoint in (("source", original), ("converted", places)):
+            (scratch / side).mkdir()
+            size = original.weight_bytes + places.weight_bytes
+            model = load_for_calibration(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
+            models.append(model.eval())
+        readers = reading_modules(blocks)
+        targets = {reader: _places(models[1], reader, places) for reader in readers}
+        fits = refine_layers(models[0], models[1], text_NT, settings, progress, readers=readers, device=device)
+        for reader, names in targets.items():
+            for name, tensor in progress.fitted(layer_index(reader)).items():
+                _overwrite(names[name], tensor)
+    return fits
+
+
+def identity_of(
+    source: Checkpoint, text_NT: Tensor, settings: RefineSettings, conversion: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What determines the result of a refinement, by the names that a user knows."""
+    return {
+        "source": source.digest(),
+        **conversion,
+        "calibration text": hashlib.sha256(text_NT.numpy().tobytes()).hexdigest(),
+        **{name.replace("_", " "): value for name, value in asdict(settings).items()},
+    }
+
+
+def require_refinable(
+    load: Callable[[], Any],
+    source: Checkpoint,
+    blocks: Sequence[Block],
+    text_NT: Tensor,
+    settings: RefineSettings,
+    work: RefineWork,
+    *,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Refuse what refinement would refuse after the conversion, by a look at the source and at a few of its states.
+
+    Args:
+        load: gives the source as a model, on ``device``; it runs once, on a few tokens.
+        work: where the refinement will keep its work.
+
+    Raises:
+        DataError: too little text.
+        UnsupportedError: the layers are no plain chain, or the projections are not separate tensors.
+        UsageError: ``work`` holds something else.
+        HeadfoldError: there is too little room for the states between layers.
+    """
+    text_NT, _ = whole_batches(text_NT, settings)
+    model, readers = load(), reading_modules(blocks)
+    for reader in readers:
+        _places(model, reader, source)
+    first = decoder_layers(model, readers, text_NT[:2, :_GLANCE].to(device))[0]
+    count, length = text_NT.shape
+    work.require_place(count, length, first.hidden)
+
+
+def reading_modules(blocks: Sequence[Block]) -> list[str]:
+    """Names of the modules whose input is the attention's input, block by block."""
+    return [f"{block.module}.{block.reads}" for block in blocks]
+
+
+def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Where the projections of one attention module lie on disk, by their names in the module.
+
+    Raises:
+        UnsupportedError: they lie there in another form than in memory.
+    """
+    module, _, reads = reader.rpartition(".")
+    disk_names = {memory: disk for disk, memory in memory_names(model, list(checkpoint.tensors)).items()}
+    found = {}
+    for name, parameter in projections(model.get_submodule(module), reads).items():
+        place = checkpoint.tensors.get(disk_names.get(f"{module}.{name}", ""))
+        if place is None or place.shape != tuple(parameter.shape):
+            raise UnsupportedError(
+                f"The checkpoint holds {module}.{name} in another form than its model class, so it cannot be refined.",
+                "Convert with --refine 0; uptraining works with every model.",
+            )
+        found[name] = place
+    return found
+
+
+def _overwrite(place: TensorInfo, tensor: Tensor) -> None:
+    """Put a tensor where one of the same name and shape lies, in the dtype that it is stored in."""
+    stored = tensor.to(torch_dtype(place.dtype)).contiguous()
+    with place.file.open("r+b") as stream:
+        stream.seek(place.begin)
+        stream.write(stored.reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,36 @@
+"""Say in a sentence what did not fit into memory, instead of a traceback of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...errors import HeadfoldError
+
+_OF_THE_CPU = "DefaultCPUAllocator"
+"""torch has no exception of its own for main memory; its allocator's messages begin so."""
+
+
+@contextmanager
+def fitting(device: torch.device | str, doing: str, needs: Callable[[], str]) -> Iterator[None]:
+    """Turn "out of memory" inside the block into an error that a user can act on.
+
+    Args:
+        doing: what is done there, such as ``Refinement``.
+        needs: what is held meanwhile, a sentence without its full stop; asked for only when memory ran out.
+
+    Raises:
+        HeadfoldError: instead of the allocator's error.
+    """
+    try:
+        yield
+    except RuntimeError as problem:
+        if not isinstance(problem, torch.OutOfMemoryError) and _OF_THE_CPU not in str(problem):
+            raise
+        on_cpu = torch.device(device).type == "cpu"
+        raise HeadfoldError(
+            f"{doing} ran out of memory on {device}: {needs()}.",
+            "Give a smaller --block." if on_cpu else "Give --device cpu, which takes longer, or a smaller --block.",
+        ) from problem

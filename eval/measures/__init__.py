@@ -1,0 +1,1 @@
+"""Measurements beside perplexity, and their intervals."""

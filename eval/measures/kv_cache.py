@@ -1,0 +1,232 @@
+"""What grouped heads win: bytes of KV cache per token, read off the cache, and decoding speed, measured."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.backbone import decoder_inputs, is_encoder_decoder
+from ...console import progress
+from ...errors import UnsupportedError
+from .capacity import CacheSize, peak_bytes
+from ..scoring.perplexity import evaluating
+
+_SHORT, _LONG = 4, 12  # two lengths below any sliding window; their difference leaves out state of fixed size
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How decoding is timed: once for every pair of a context and a batch.
+
+    Attributes:
+        contexts: prompt tokens; of an encoder-decoder those that it reads.
+        batches: sequences decoded side by side.
+        new_tokens: tokens decoded after the first.
+        repeats: runs per model; models take turns, so that a slow moment of the machine hits all of them.
+            None at all measures nothing.
+    """
+
+    contexts: tuple[int, ...] = (64, 256)
+    batches: tuple[int, ...] = (1, 8)
+    new_tokens: int = 32
+    repeats: int = 3
+
+    def points(self) -> list[tuple[int, int]]:
+        """(context, batch), the most demanding one last."""
+        grid = [(context, batch) for context in sorted(self.contexts) for batch in sorted(self.batches)]
+        return grid if self.repeats else []
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """One model at one point of the grid; one entry of seconds per repeat.
+
+    Attributes:
+        peak_bytes: the model's weights and the most that prompt and decoding hold beside them.
+    """
+
+    context: int
+    batch: int
+    new_tokens: int
+    peak_bytes: int = 0
+    first_token_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """New tokens of all sequences together per second, the first token (prefill) left out."""
+        return [self.batch * self.new_tokens / seconds for seconds in self.decode_seconds]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest of repeats."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure_cache(model: Any) -> CacheSize:
+    """Fill the cache twice and read sizes off its tensors; of an encoder-decoder, what a written token adds.
+
+    Raises:
+        UnsupportedError: the model keeps no cache of keys and values.
+    """
+    with evaluating(model):
+        caches = []
+        for length in (_SHORT, _LONG):
+            inputs, ids_BT = _prompt(model, _some_ids(model, _SHORT if is_encoder_decoder(model) else length))
+            written_BT = _some_ids(model, length) if is_encoder_decoder(model) else ids_BT
+            caches.append(_forward(model, written_BT, None, inputs)[1])
+    return _growth(*(_cache_layers(getattr(cache, "self_attention_cache", cache)) for cache in caches))
+
+
+def measure_cross_cache(model: Any) -> CacheSize | None:
+    """What a token that is read adds to the cache of an encoder-decoder, by layer of the decoder; None of others."""
+    if not is_encoder_decoder(model):
+        return None
+    with evaluating(model):
+        caches = []
+        for length in (_SHORT, _LONG):
+            inputs, start_B1 = _prompt(model, _some_ids(model, length))
+            caches.append(_forward(model, start_B1, None, inputs)[1])
+    return _growth(*(_cache_layers(getattr(cache, "cross_attention_cache", None)) for cache in caches))
+
+
+def _growth(short: Sequence[Any], long: Sequence[Any]) -> CacheSize:
+    """Sizes by layer from caches of two lengths."""
+    grown = [
+        (_layer_bytes(after) - _layer_bytes(before)) / (_LONG - _SHORT)
+        for before, after in zip(short, long, strict=True)
+    ]
+    return CacheSize(grown, [layer.keys.shape[1] for layer in long], [_window(layer) for layer in long])
+
+
+def cache_formula(config: Any, element_bytes: int) -> float | None:
+    """Bytes of KV cache per token by the config: 2 · layers · KV heads · head dim · bytes of an element.
+
+    Layers and heads are the decoder's where there is an encoder, too. None where the config does not describe one plain
+    cache for all layers.
+    """
+    text = config.get_text_config()
+    try:
+        heads = getattr(text, "decoder_attention_heads", None) or text.num_attention_heads
+        layers = (
+            getattr(text, "num_decoder_layers", None) or getattr(text, "decoder_layers", None) or text.num_hidden_layers
+        )
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return float(2 * layers * kv_heads * head_dim * element_bytes)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _window(layer: Any) -> int | None:
+    found = getattr(layer, "sliding_window", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _layer_bytes(layer: Any) -> int:
+    return _bytes(layer.keys) + _bytes(layer.values)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cache_layers(cache: Any) -> list[Any]:
+    """The layers of the cache with keys and values (batch, heads, tokens, D)."""
+    found = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
+    if not found:
+        raise UnsupportedError(
+            "The model keeps no KV cache that could be measured.", "Only models with one can be compared."
+        )
+    return found
+
+
+def _some_ids(model: Any, length: int, batch: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
+
+
+def _prompt(model: Any, ids_BT: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """What stays the same while a text goes on from these tokens, and the ids that it begins with.
+
+    An encoder-decoder has read the tokens, and begins with what its decoder starts with.
+    """
+    if not is_encoder_decoder(model):
+        return {}, ids_BT
+    start_B1 = decoder_inputs(model, ids_BT[:, :1])
+    return {"encoder_outputs": model.get_encoder()(input_ids=ids_BT)}, start_B1
+
+
+def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Logits of the last position (B, V) and the cache; transformers 5.24 renamed past_key_values to cache.
+
+    Args:
+        inputs: of :func:`_prompt`.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    ids = "decoder_input_ids" if "encoder_outputs" in inputs else "input_ids"
+    outputs = model(**{ids: ids_BT, name: cache}, **inputs, use_cache=True, **last_only)
+    return outputs.logits[:, -1], getattr(outputs, name)
+
+
+def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[list[DecodeTimes]]:
+    """Time greedy decoding with a KV cache; for each model a list by point of the grid.
+
+    The models take turns within each repeat, after one run each that is not timed but watched for its memory.
+    """
+    results: list[list[DecodeTimes]] = [[] for _ in models]
+    points = settings.points()
+    with progress("timing", total=len(points) * len(models) * (settings.repeats + 1)) as advance:
+        for context, batch in points:
+            for model, result in zip(models, results, strict=True):
+                peak = peak_bytes(model.device, partial(_decode_once, model, context, batch, settings.new_tokens))
+                result.append(DecodeTimes(context, batch, settings.new_tokens, _weight_bytes(model) + peak))
+                advance()
+            for _ in range(settings.repeats):
+                for model, result in zip(models, results, strict=True):
+                    first, decode = _decode_once(model, context, batch, settings.new_tokens)
+                    result[-1].first_token_seconds.append(first)
+                    result[-1].decode_seconds.append(decode)
+                    advance()
+    return results
+
+
+def _weight_bytes(model: Any) -> int:
+    """Parameters and buffers in memory; tied ones count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
+
+
+def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and seconds of the ``new_tokens`` after it."""
+    prompt_BT = _some_ids(model, context, batch)
+    clock = _clock(model.device)
+    with evaluating(model):
+        began = next(clock)
+        inputs, ids_BT = _prompt(model, prompt_BT)
+        logits_BV, cache = _forward(model, ids_BT, None, inputs)
+        ids_B1 = logits_BV.argmax(-1, keepdim=True)
+        first = next(clock)
+        for _ in range(new_tokens):
+            logits_BV, cache = _forward(model, ids_B1, cache, inputs)
+            ids_B1 = logits_BV.argmax(-1, keepdim=True)
+        return first - began, next(clock) - first
+
+
+def _clock(device: torch.device) -> Iterator[float]:
+    """Seconds, taken after the device has finished what it was given."""
+    while True:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        yield time.perf_counter()

@@ -1,0 +1,1 @@
+"""Write a comparison as tables, plots and pages."""

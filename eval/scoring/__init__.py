@@ -1,0 +1,1 @@
+"""Score text with models, window by window."""

@@ -1,0 +1,152 @@
+"""Score token documents with a causal language model: nats per token, perplexity, bits per byte.
+
+Letters of shapes: B windows in a batch, T tokens in a window, C hidden size, N scored tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .batches import AnyBatch, split_by_document
+from .logits import Features
+from .score_loop import DEFAULT_BATCH, DEFAULT_WINDOW, Reading
+from .windows import ScoredDocument
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def exponential(nats: float) -> float:
+    """exp, infinite where it is beyond any float: a broken model may be that far off."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Summed scores of some text.
+
+    Attributes:
+        nll_nats: negative log-likelihood, summed over tokens in float64.
+        tokens: scored tokens.
+        utf8_bytes: bytes of the text behind them.
+    """
+
+    nll_nats: float
+    tokens: int
+    utf8_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean nats per token, weighted by tokens, never a mean of means."""
+        return exponential(self.nll_nats / self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers; infinite for text of zero bytes."""
+        return self.nll_nats / math.log(2) / self.utf8_bytes if self.utf8_bytes else math.inf
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One value per scored token: ``nll_N[d][i]`` belongs to token ``i + 1`` of document ``d``, in nats."""
+
+    documents: Sequence[ScoredDocument]
+    nll_N: Sequence[np.ndarray[Any, np.dtype[np.float32]]]
+
+    def per_document(self) -> list[Perplexity]:
+        return [
+            Perplexity(float(nll.sum(dtype=np.float64)), len(nll), document.utf8_bytes)
+            for document, nll in zip(self.documents, self.nll_N, strict=True)
+        ]
+
+    def total(self) -> Perplexity:
+        parts = self.per_document()
+        return Perplexity(
+            math.fsum(part.nll_nats for part in parts),
+            sum(part.tokens for part in parts),
+            sum(part.utf8_bytes for part in parts),
+        )
+
+
+def score(
+    model: nn.Module,
+    documents: Sequence[ScoredDocument],
+    *,
+    window: int = DEFAULT_WINDOW,
+    stride: int | None = None,
+    batch_size: int = DEFAULT_BATCH,
+    vocab: int | None = None,
+    accelerator: Accelerator | None = None,
+) -> Scores:
+    """Negative log-likelihood of every token but each document's first.
+
+    Log-softmax is taken in float32 over slices of positions, so the logits of a large vocabulary never stand in
+    memory at once. The result does not depend on the order of the windows or on the number of processes.
+
+    Args:
+        model: a causal language model, in train or eval mode; its mode is restored.
+        window, stride: see :func:`headfold.eval.scoring.windows.make_windows`.
+        batch_size: windows in one forward pass.
+        vocab: score over the first ``vocab`` ids only; default all that the model has.
+        accelerator: given, its processes share the windows and each gets the whole result.
+
+    Raises:
+        UsageError: window, stride or batch size out of range.
+        DataError: no documents, or token ids that the model does not have.
+    """
+    reading = Reading(window, stride, batch_size, accelerator)
+    with evaluating(model):
+        features = Features(model)
+
+        def nats(batch: AnyBatch) -> Tensor:
+            slices = features.slices(batch, vocab)
+            return torch.cat([nll_nats(logits_NV, targets_N) for logits_NV, targets_N in slices])[None]
+
+        values_1N = reading.values("perplexity", 1, documents, nats)
+    return Scores(documents, split_by_document(values_1N[0].numpy(), documents))
+
+
+def quick_perplexity(
+    model: nn.Module,
+    documents: Sequence[ScoredDocument],
+    *,
+    window: int = DEFAULT_WINDOW,
+    stride: int | None = None,
+    batch_size: int = DEFAULT_BATCH,
+    accelerator: Accelerator | None = None,
+) -> float:
+    """Perplexity as :func:`score` measures it, for held-out points during training; arguments as there."""
+    return (
+        score(model, documents, window=window, stride=stride, batch_size=batch_size, accelerator=accelerator)
+        .total()
+        .perplexity
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; each module gets its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def nll_nats(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Nats of each target under float32 logits."""
+    return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")

@@ -1,0 +1,70 @@
+"""What the source scored, kept for later comparisons, so that a large source need not be loaded again each time.
+
+Kept are nats and first-ranked token of every scored token, and the source's sizes; not its logits. So a comparison
+from the cache has perplexities, their paired change and the share of same top tokens, but no KL and no speed relative
+to the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...console import info, warn
+from .batches import split_by_document
+from .paired import SourceScores
+from .perplexity import Scores
+from .windows import ScoredDocument
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """The source's scores, and what else was measured of it (JSON values)."""
+
+    scores: SourceScores
+    facts: dict[str, Any]
+
+
+class SourceCache:
+    """One entry per source, text and way of reading it.
+
+    Args:
+        folder: where entries lie; made when the first one is stored.
+        identity: all that the source's scores depend on.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+        self._file = folder / f"source-{key}.npz"
+
+    def find(self, documents: Sequence[ScoredDocument]) -> CachedSource | None:
+        """The entry for these documents, None where there is none that can be read."""
+        if not self._file.is_file():
+            return None
+        try:
+            with np.load(self._file) as found:
+                rows = [split_by_document(found[name], documents) for name in ("nats", "top")]
+                facts: dict[str, Any] = json.loads(str(found["facts"]))
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
+            warn(f"{self._file} cannot be read ({problem}) and is measured again.")
+            return None
+        if sum(map(len, rows[0])) != sum(document.scored for document in documents):
+            warn(f"{self._file} is cut short and is measured again.")
+            return None
+        info(f"The source's scores are those of {self._file}; the source itself is not run.")
+        return CachedSource(SourceScores(Scores(documents, rows[0]), rows[1]), facts)
+
+    def store(self, source: SourceScores, facts: dict[str, Any]) -> None:
+        """Keep an entry; it appears whole or not at all."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        half_written = self._file.with_name(f".{self._file.name}")
+        nats, top = np.concatenate(list(source.scores.nll_N)), np.concatenate(list(source.top_N))
+        np.savez(half_written, nats=nats, top=top, facts=np.array(json.dumps(facts)))
+        half_written.replace(self._file)

@@ -1,0 +1,212 @@
+"""What an encoder-decoder is scored on: targets that it is to write, and the sources that it reads for each.
+
+Targets are spans cut out of the text (span corruption, :mod:`headfold.spans`), or a column beside it. Every token of a
+target is scored exactly once, sentinels and EOS included.
+
+Letters of shapes: B pairs in a batch, S tokens of a source, T tokens of a target, N scored tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.backbone import decoder_inputs
+from ...corpus import Document
+from ...errors import DataError
+from ...pairs import IGNORED, Pair, PairEncoder, padded
+from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
+from .windows import TokenText, Window
+
+SEED = 0
+"""Of the spans that are cut out: the same for every model and every comparison."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What the models are asked to write.
+
+    Attributes:
+        longest: tokens of a source at most.
+        from_column: the targets stand in a column; else spans are cut out of the text.
+        noise_density, mean_span: of span corruption.
+    """
+
+    longest: int
+    from_column: bool = False
+    noise_density: float = NOISE_DENSITY
+    mean_span: float = MEAN_SPAN
+
+    def describe(self) -> dict[str, Any]:
+        """For a report and for telling whether two measured the same, as JSON values."""
+        if self.from_column:
+            return {"kind": "column", "longest": self.longest}
+        spans = {"noise_density": self.noise_density, "mean_span": self.mean_span, "seed": SEED}
+        return {"kind": "spans", "longest": self.longest, **spans}
+
+
+@dataclass(frozen=True)
+class TargetDocument:
+    """One document as pairs; it has what :class:`headfold.eval.scoring.windows.TokenDocument` has for who looks at tokens.
+
+    Attributes:
+        name: the document's name in its corpus.
+        pairs: its blocks, each with a source and a target.
+        utf8_bytes: none; what stands behind sentinels and EOS is no text.
+    """
+
+    name: str
+    pairs: list[Pair]
+    utf8_bytes: int = 0
+    bos: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """All targets in a row; the first id is a filler, as that of a text is context only."""
+        return [self.pairs[0].target[-1], *(token for pair in self.pairs for token in pair.target)]
+
+    @property
+    def scored(self) -> int:
+        """Tokens of the targets."""
+        return sum(len(pair.target) for pair in self.pairs)
+
+    @property
+    def highest(self) -> int:
+        """The largest token id on either side."""
+        return max(max(*pair.source, *pair.target) for pair in self.pairs)
+
+    @property
+    def fingerprint(self) -> str:
+        """All token ids of both sides."""
+        return "".join(f"{','.join(map(str, pair.source))}>{','.join(map(str, pair.target))}|" for pair in self.pairs)
+
+    def windows(self, document: int, window: int, step: int) -> list[TargetWindow]:
+        """One for each pair, whatever the window; ``document`` is this document's index."""
+        made, first = [], 1
+        for pair in self.pairs:
+            stop = first + len(pair.target)
+            made.append(TargetWindow(document, first - len(pair.source), stop, first, pair))
+            first = stop
+        return made
+
+
+@dataclass(frozen=True)
+class TargetWindow(Window):
+    """A pair; ``stop - start`` is the tokens of both of its sides, and the rest as if its document were one text."""
+
+    pair: Pair = field(repr=False, default=Pair([], []))
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Pairs padded on the right.
+
+    Attributes:
+        ids_BS, mask_BS: sources, and 1 on their real tokens.
+        labels_BT: targets.
+        rows_N, columns_N: where the logits of each scored token stand.
+        targets_N: the scored token ids.
+        places_N: index of each scored token among all scored tokens of the text.
+    """
+
+    ids_BS: Tensor
+    mask_BS: Tensor
+    labels_BT: Tensor
+    rows_N: Tensor
+    columns_N: Tensor
+    targets_N: Tensor
+    places_N: Tensor
+
+    @property
+    def highest(self) -> int:
+        return int(max(self.ids_BS.max(), self.labels_BT.max()))
+
+    def inputs(self, model: Any) -> dict[str, Tensor]:
+        """What the model is called with."""
+        mask = {} if bool(self.mask_BS.all()) else {"attention_mask": self.mask_BS}
+        return {"input_ids": self.ids_BS, **mask, "decoder_input_ids": decoder_inputs(model, self.labels_BT)}
+
+
+def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -> TargetBatch:
+    """One batch of these pairs; ``places`` are the indices of each one's scored tokens among all."""
+    ids_BS, mask_BS, labels_BT = padded([made.pair for made in windows], 0)
+    rows_N, columns_N = (labels_BT != IGNORED).nonzero(as_tuple=True)
+    return TargetBatch(
+        ids_BS, mask_BS, labels_BT, rows_N, columns_N, labels_BT[rows_N, columns_N], torch.cat(list(places))
+    )
+
+
+def target_text(tokenizer: Any, documents: Iterable[Document], asking: Asking, *, max_tokens: int | None) -> TokenText:
+    """Whole documents in order until ``max_tokens`` target tokens or a few more are to be written.
+
+    Args:
+        tokenizer: a transformers tokenizer. No token is added to it.
+
+    Raises:
+        DataError: no document gives a target. UnsupportedError: no sentinels. UsageError: blocks too small or large.
+    """
+    pairs_of = _columns(tokenizer, asking) if asking.from_column else _spans(tokenizer, asking)
+    kept: list[TargetDocument] = []
+    skipped, scored, truncated = 0, 0, False
+    digest = hashlib.sha256()
+    for document in documents:
+        for part in document.parts:
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        pairs = pairs_of(document)
+        taken = _up_to(pairs, None if max_tokens is None else max_tokens - scored)
+        if not taken:
+            skipped += 1
+            continue
+        kept.append(TargetDocument(document.name, taken))
+        scored += kept[-1].scored
+        truncated = len(taken) < len(pairs)
+        if max_tokens is not None and scored >= max_tokens:
+            break
+    if not kept:
+        raise DataError("The text holds no target to score.", "Give a document of at least two tokens.")
+    return TokenText(kept, skipped, truncated, False, digest.hexdigest())
+
+
+def _up_to(pairs: Sequence[Pair], tokens: int | None) -> list[Pair]:
+    """The first pairs whose targets have this many tokens; the last one is whole."""
+    taken: list[Pair] = []
+    for pair in pairs:
+        if tokens is not None and tokens <= 0:
+            break
+        taken.append(pair)
+        tokens = None if tokens is None else tokens - len(pair.target)
+    return taken
+
+
+def _columns(tokenizer: Any, asking: Asking) -> Any:
+    encode = PairEncoder(tokenizer, asking.longest)
+
+    def pairs_of(document: Document) -> list[Pair]:
+        whole = document.text.strip() and document.target and document.target.strip()
+        return [encode(document.text, document.target or "")] if whole else []
+
+    return pairs_of
+
+
+def _spans(tokenizer: Any, asking: Asking) -> Any:
+    """Blocks of a document, each corrupted by itself; which spans hangs on the document's name and the block."""
+    corrupt = SpanCorruption.of(tokenizer, asking.noise_density, asking.mean_span)
+    size = corrupt.tokens_for(asking.longest)
+
+    def pairs_of(document: Document) -> list[Pair]:
+        ids = list(tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"])
+        blocks = [ids[first : first + size] for first in range(0, len(ids), size)]
+        return [
+            corrupt(block, random.Random(f"{SEED}:{document.name}:{number}"))
+            for number, block in enumerate(blocks)
+            if len(block) > 1
+        ]
+
+    return pairs_of

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from eval_models import tiny_llama
+from headfold.errors import UnsupportedError
+from headfold.eval.measures.kv_cache import (
+    DecodeSettings,
+    _decode_once,
+    cache_formula,
+    measure_cache,
+    measure_decoding,
+    spread,
+)
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gq107_cache_bytes_fall_with_the_heads(kv_heads, dtype):
+    model = tiny_llama(kv_heads=kv_heads).to(dtype)
+    found = measure_cache(model)
+    assert found.bytes_per_token == 2 * 2 * kv_heads * 8 * dtype.itemsize  # keys and values, layers, heads, head dim
+    assert found.bytes_per_token == cache_formula(model.config, dtype.itemsize)
+    assert found.kv_heads == [kv_heads, kv_heads]
+    assert found.total(100) == 100 * found.bytes_per_token
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral", "gpt_neox"])
+def test_cache_of_other_families(model_type):
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        sliding_window=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    heads = 2 if model_type == "mistral" else 4
+    assert measure_cache(AutoModelForCausalLM.from_config(config)).bytes_per_token == 2 * 2 * heads * 8 * 4
+
+
+def test_decoding_is_the_models_greedy_generation(monkeypatch):
+    """The tokens timed are those that generate() gives: the cache is used, and used rightly."""
+    model = tiny_llama()
+    fed = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"].clone()), with_kwargs=True)
+    _decode_once(model, 10, 2, 5)
+    assert [ids.shape[1] for ids in fed] == [10, 1, 1, 1, 1, 1]
+    timed = torch.cat(fed, dim=1)
+    prompt = timed[:, :10]
+    expected = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=5,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert torch.equal(timed, expected)
+
+
+def test_models_take_turns():
+    settings = DecodeSettings(contexts=(6, 2), batches=(1, 3), new_tokens=4, repeats=2)
+    models, order = [tiny_llama(kv_heads=4), tiny_llama(kv_heads=1)], []
+    for name, model in enumerate(models):
+        model.register_forward_hook(lambda *_, name=name: order.append(name))
+    first, second = measure_decoding(models, settings)
+    assert [(times.context, times.batch) for times in first] == [(2, 1), (2, 3), (6, 1), (6, 3)]
+    assert [times.batch for times in second] == [1, 3, 1, 3]
+    assert all(len(times.decode_seconds) == 2 for times in first + second)
+    assert all(seconds > 0 for times in first + second for seconds in times.decode_seconds + times.first_token_seconds)
+    assert first[1].tokens_per_second[0] == 3 * 4 / first[1].decode_seconds[0]
+    assert order == ([0] * 5 + [1] * 5) * 3 * 4  # per point: one run untimed, two timed
+
+
+def test_spread():
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+def test_no_cache_to_measure(monkeypatch):
+    model = tiny_llama()
+    own = type(model).forward
+
+    def without_cache(self, *args, **kwargs):
+        outputs = own(self, *args, **kwargs)
+        for name in ("cache", "past_key_values"):
+            if name in outputs:
+                outputs[name].layers.clear()
+        return outputs
+
+    monkeypatch.setattr(type(model), "forward", without_cache)
+    assert isinstance(model, nn.Module)
+    with pytest.raises(UnsupportedError):
+        measure_cache(model)

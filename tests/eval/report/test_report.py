@@ -1,0 +1,443 @@
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from headfold.errors import DataError, UsageError
+from headfold.eval.report.write.merge import gather
+from headfold.eval.report.write.write import final_loss, html, markdown, print_report, read_results, rebuild_report, write_report
+from headfold.eval.report.write.format import change, number, percent, verdict
+
+
+def estimate(value: float, spread: float = 0.1) -> dict[str, float]:
+    return {"value": value, "low": value * (1 - spread), "high": value * (1 + spread)}
+
+
+PLOTS = 7
+"""All but the sweep's curve, and time against groups, which takes three numbers of KV heads."""
+POINTS = [(context, batch) for context in (64, 256) for batch in (1, 8)]
+
+
+def model(name: str, role: str, perplexity: float, cache: int) -> dict:
+    return {
+        "name": name,
+        "role": role,
+        "path": name,
+        "digest": name,
+        "model_type": "llama",
+        "parameters": 4_200_000,
+        "weight_bytes": 8 * 2**20,
+        "query_heads": 8,
+        "kv_heads": [cache // 1024],
+        "perplexity": estimate(perplexity),
+        "bits_per_byte": estimate(1.234),
+        "nll_nats": [1.0, 2.0],
+        "cache_bytes_per_token": cache,
+        "cache_formula_bytes": cache,
+        "capacity": {
+            "memory_bytes": 24 * 10**9,
+            "batches": [{"context": 512, "batch": 31}, {"context": 2048, "batch": 7}],
+            "tokens": 123_456,
+        },
+        "decode": [
+            {
+                "context": context,
+                "batch": batch,
+                "new_tokens": 32,
+                "tokens_per_second": {"median": 100.0 * batch - context / 8, "min": 60.0, "max": 110.0 * batch},
+                "first_token_seconds": {"median": 0.123, "min": 0.1, "max": 0.2},
+                "peak_bytes": (8 + context * batch * cache // 2**20) * 2**20,
+            }
+            for context, batch in POINTS
+        ],
+        "needle": [
+            {
+                "length": length,
+                "gain_nats": estimate(0.654),
+                "gain_by_depth": [0.1, 0.2, 0.3, 0.6, 1.2],
+                "found_by_depth": [0.3, 0.3, 0.4, 0.5, 0.7],
+            }
+            for length in (128, 512)
+        ],
+        "tasks": [
+            {
+                "task": "hellaswag",
+                "measure": "acc",
+                "higher_is_better": True,
+                "questions": 100,
+                "mean": estimate(0.512),
+                "standard_error": 0.049,
+            }
+        ],
+        "recovery": [],
+    }
+
+
+def pair(ratio: float) -> dict:
+    speed = {"median": 1.5, "min": 1.4, "max": 1.6}
+    edges = [10 ** (quarter / 4) for quarter in range(-24, 7)]
+    shares = [math.exp(-((place - 18) ** 2) / 40) / 11 for place in range(len(edges) - 1)]
+    return {
+        "perplexity_ratio": estimate(ratio, 0.01),
+        "kl_nats": estimate(0.321),
+        "kl_percentiles": {"50": 0.1, "90": 0.5, "99": 1.0, "99.9": 2.0},
+        "kl_histogram": {"edges": edges, "shares": shares},
+        "same_top_token": estimate(0.777, 0.01),
+        "cache_ratio": 4.0,
+        "speedup": [
+            {"context": context, "batch": batch, "decode": speed, "first_token": speed} for context, batch in POINTS
+        ],
+        "by_context": [
+            {"from": n, "to": 2 * n - 1, "tokens": 9, "source_nats": 3.0, "nats": 3.1} for n in (1, 2, 4, 8)
+        ],
+        "worst_documents": [
+            {"name": "bad <b>.py", "tokens": 1234, "source_perplexity": 20.0, "perplexity": 31.0, "ratio": 1.55}
+        ],
+        "worst_tokens": [
+            {
+                "document": "bad <b>.py",
+                "place": 17,
+                "before": "def <i>read(self,",
+                "token": " size",
+                "source_probability": 0.4321,
+                "probability": 0.000987,
+                "lost_nats": 6.1,
+            }
+        ],
+        "needle": [{"length": length, "gain_difference_nats": estimate(-0.1)} for length in (128, 512)],
+        "tasks": [{"task": "hellaswag", "measure": "acc", "difference": estimate(-0.031)}],
+        "recovered": None,
+    }
+
+
+@pytest.fixture
+def results() -> dict:
+    source, converted, uptrained = (
+        model("mha", "source", 28.71, 8192),
+        model("gqa-2", "converted", 172.9, 2048),
+        model("gqa-2-up", "uptrained", 35.43, 2048),
+    )
+    converted["against_source"], uptrained["against_source"] = pair(172.9 / 28.71), pair(35.43 / 28.71)
+    uptrained["against_source"]["recovered"] = {**estimate(0.882, 0.01), "converted": "gqa-2"}
+    uptrained["recovery"] = [{"tokens": 10_000.0 * n, "perplexity": 170.0 / (1 + n)} for n in range(4)]
+    return {
+        "schema": 2,
+        "kind": "headfold.eval",
+        "created": "2025-01-01T00:00:00+00:00",
+        "command": "headfold eval mha gqa-2 gqa-2-up --data 'a & b'",
+        "settings": {},
+        "versions": {"python": "3.11.7", "headfold": "0.1.0"},
+        "protocol": {
+            "corpus": "stdlib#heldout",
+            "revision": "CPython 3.11.7",
+            "text_sha256": "ab" * 32,
+            "ids_sha256": "cd" * 32,
+            "documents": 2,
+            "skipped": 1,
+            "truncated": True,
+            "tokens": 65_536,
+            "utf8_bytes": 220_000,
+            "window": 512,
+            "stride": 256,
+            "batch_size": 8,
+            "bos": False,
+            "dtype": "float32",
+            "device": "cpu",
+            "processes": 1,
+            "source_from_cache": False,
+            "attention": "sdpa",
+            "vocab": 4096,
+            "uniform_perplexity": 4096.0,
+            "interval": {"method": "BCa bootstrap over documents", "level": 0.95, "resamples": 2000, "seed": 0},
+            "decode": {"batches": [1, 8], "contexts": [64, 256], "new_tokens": 32, "repeats": 3},
+            "needle": {"passages": 8, "lengths": [128, 512], "depths": [0.0, 0.25, 0.5, 0.75, 1.0]},
+        },
+        "documents": [{"name": "a", "tokens": 1, "utf8_bytes": 3}, {"name": "b", "tokens": 1, "utf8_bytes": 3}],
+        "models": [source, converted, uptrained],
+    }
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, the text it would show, and what is not closed."""
+
+    VOID = ("meta", "br", "link", "img", "input")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.spoken: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        self.fetched += [named[key] for key in ("src", "href", "data", "poster", "action") if named.get(key)]
+        self.ids += [named["id"]] if "id" in named else []
+        if named.get("role") == "img":
+            self.spoken.append(named["aria-label"])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_page_is_whole_and_loads_nothing(results):
+    page = html(results)
+    parsed = Page(page)
+    assert parsed.open == []
+    assert page.count("<svg") == PLOTS
+    assert all(target.startswith("#") for target in parsed.fetched)
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    assert {target[1:] for target in parsed.fetched} <= set(parsed.ids)
+    assert len(parsed.spoken) == PLOTS
+    assert "28.71" in parsed.spoken[0]
+    assert "prefers-color-scheme: dark" in page
+    assert "viewport" in page
+
+
+def test_page_shows_the_numbers_of_the_results(results):
+    text = Page(html(results)).text.replace("\u00a0", " ")
+    for shown in (
+        "28.71",
+        "172.9",
+        "35.43",
+        "1.234",
+        "0.3210",
+        "77.7 %",
+        "8.00 KiB",
+        "2.00 KiB",
+        "4.00× smaller",
+        "768.0",
+        "+0.6540",
+        "0.512 ± 0.049",
+        "123 ms",
+        "Fits into 24 GB",
+        "123 k tokens",
+        "7 sequences of 2,048",
+        "43.2 %",
+        "0.099 %",
+    ):
+        assert shown in text, shown
+    for shown in (
+        "[25.84, 31.58]",
+        "+23.4 %",
+        "+502.2 %",
+        "88 %",
+        "65,536 tokens",
+        "abababab",
+        "CPython 3.11.7",
+        "4,096",
+    ):
+        assert shown in text, shown
+    assert "headfold eval mha gqa-2 gqa-2-up --data 'a & b'" in text
+    assert "bad <b>.py" in text  # a name is text, never markup
+    assert "def <i>read(self, size" in text
+    results["models"][2]["perplexity"]["value"] = 36.66
+    assert "36.66" in Page(html(results)).text
+
+
+def test_no_record_no_recovery_plot(results):
+    results["models"][2]["recovery"] = []
+    page = html(results)
+    assert page.count("<svg") == PLOTS - 1
+    assert "No plot of recovery" in page
+
+
+def test_markdown_has_the_same_cells(results):
+    results["models"][1]["name"] = "a|b"
+    text = markdown(results)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(re.sub(r"\\\|", "", line).count("|") == 5 for line in table)
+    assert "35.43 [31.89, 38.97]" in text
+    assert results["command"] in text
+
+
+def test_verdict_is_about_the_last_model(results):
+    said = verdict(results)
+    assert said.startswith(
+        "gqa-2-up: perplexity +23.4 % [+22.2, +24.6 %] against the source, with a KV cache 4 times smaller"
+    )
+    assert "1.50× the speed (batch 8)" in said
+    assert "won back 88 % [87, 89 %] of the log-perplexity that gqa-2 had lost" in said
+    alone = copy.deepcopy(results)
+    del alone["models"][1:]
+    assert verdict(alone) == "mha has a perplexity of 28.71 [25.84, 31.58]."
+    assert html(alone)
+
+
+def test_the_loss_that_counts_is_that_of_the_last_model(results):
+    last = results["models"][-1]["against_source"]["perplexity_ratio"]["value"]
+    assert final_loss(results) == pytest.approx(last - 1)
+    assert final_loss(results) != pytest.approx(results["models"][1]["against_source"]["perplexity_ratio"]["value"] - 1)
+    results["models"] = results["models"][:1]
+    assert final_loss(results) == 0
+
+
+def test_rebuild_gives_the_same_files(results, tmp_path):
+    (tmp_path / "one").mkdir()
+    write_report(results, tmp_path / "one")
+    rebuild_report(gather([tmp_path / "one"]), tmp_path / "two")
+    for name in ("results.json", "report.md", "report.html"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_results_that_cannot_be_read(tmp_path, results):
+    with pytest.raises(UsageError):
+        read_results(tmp_path / "nowhere")
+    for content in ("{", "[]", json.dumps({"kind": "other"}), json.dumps({**results, "schema": 99})):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(DataError):
+            read_results(tmp_path)
+
+
+def test_table_on_stdout(results, capsys):
+    print_report(results)
+    out = capsys.readouterr().out
+    assert "35.43" in out
+    assert "gqa-2-up: perplexity" in out
+
+
+def test_numbers_in_words():
+    assert [number(value) for value in (28.714, 244.31, 12345.6, 0.01234, 0.0, None, math.nan)] == [
+        "28.71",
+        "244.3",
+        "12,346",
+        "0.0123",
+        "0.000",
+        "–",
+        "–",
+    ]
+    assert [change(1.031), change(0.95), change(None)] == ["+3.1 %", "−5.0 %", "–"]
+    assert percent(0.8154) == "81.5 %"
+
+
+def test_a_number_of_kv_heads_against_time_takes_three_of_them(results):
+    results["models"][2]["kv_heads"] = [1]
+    page = html(results)
+    assert page.count("<svg") == PLOTS + 1
+    assert "Milliseconds per decoded token: 1 heads" in page
+
+
+def test_a_source_from_the_cache_has_no_kl(results):
+    results["protocol"]["source_from_cache"] = True
+    results["models"][0]["decode"] = []
+    for found in results["models"][1:]:
+        found["against_source"].update(kl_nats=None, kl_histogram=None, kl_percentiles=None, speedup=[])
+    text = Page(html(results)).text
+    assert "KL to the source" not in text
+    assert "no KL and no speed against it" in text
+    assert "768.0" in text
+    assert markdown(results)
+
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+SEEN = """
+document.title = JSON.stringify({
+  wide: document.documentElement.scrollWidth,
+  inner: innerWidth,
+  fetched: performance.getEntriesByType('resource').length,
+  background: getComputedStyle(document.body).backgroundColor,
+  plots: [...document.querySelectorAll('figure svg')].map(svg => {
+    const box = svg.getBoundingClientRect();
+    const inside = [...svg.querySelectorAll('text')].every(text => {
+      const own = text.getBoundingClientRect();
+      return own.left >= box.left - 1 && own.right <= box.right + 1 && own.bottom <= box.bottom + 1;
+    });
+    const strokes = [...svg.querySelectorAll('path')].map(path => getComputedStyle(path).stroke);
+    return [box.left, box.right, box.height, inside, strokes.filter(stroke => stroke.startsWith('rgb'))];
+  }),
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_page_in_chromium(results, tmp_path, theme):
+    """At 1280 and at 390 pixels: all plots stand within the page, nothing is fetched, nothing goes wrong."""
+    for width in (1280, 390):
+        seen = open_page(html(results), tmp_path, width, theme)
+        assert seen["fetched"] == 0
+        assert seen["inner"] == width
+        assert seen["wide"] <= width  # nothing makes the page scroll sideways
+        assert seen["background"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
+        assert len(seen["plots"]) == PLOTS
+        for left, right, height, inside, colours in seen["plots"]:
+            assert 0 <= left < left + 250 < right <= width
+            assert height > 80
+            assert inside  # no label is cut off
+            assert len(set(colours)) > 2  # grid, axis, and at least one curve
+            assert seen["background"] not in colours  # a curve of the page's own colour would be invisible
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
+def test_what_the_browser_test_would_miss(results, tmp_path):
+    """The control: a page that fetches, and one that is too wide."""
+    page = html(results)
+    fetching = page.replace("</main>", "<img src='nowhere.png' alt=''></main>")
+    assert open_page(fetching, tmp_path, 390, "light")["fetched"] == 1
+    wide = page.replace("</main>", "<div style='width: 900px'>wide</div></main>")
+    assert open_page(wide, tmp_path, 390, "light")["wide"] > 390
+
+
+def open_page(page: str, folder: Path, width: int, theme: str) -> dict:
+    """What the page looks like inside headless Chromium. Its window cannot be narrower than 500 pixels, so the page
+    is shown in a frame of the wanted width, and its own console is watched."""
+    inner = page.replace(
+        "</main>",
+        f"</main><script>addEventListener('load', () => {{{SEEN}; parent.postMessage(document.title, '*')}})</script>",
+    )
+    (folder / "page.html").write_text(inner)
+    frame = (
+        "<!DOCTYPE html><body style='margin:0'>"
+        "<script>addEventListener('message', told => {document.title = told.data})</script>"
+        f"<iframe src='page.html' style='border:0;width:{width}px;height:900px'></iframe>"
+    )
+    (folder / "frame.html").write_text(frame)
+    switches = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars"]
+    themes = {"light": "1", "dark": "0"}  # of blink's preferredColorScheme
+    command = [CHROMIUM, *switches, f"--window-size={width + 20},950", f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={themes[theme]}", "--dump-dom"]
+    with serving(folder) as address:
+        done = subprocess.run(
+            [*command, f"{address}/frame.html"], capture_output=True, text=True, timeout=200, check=True
+        )
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "nowhere.png" not in line]
+    assert console == []
+    found: dict = json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1))
+    return found
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The folder over HTTP, since a browser keeps no account of what it fetches from files."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args) -> None:
+        pass

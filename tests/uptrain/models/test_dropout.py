@@ -1,0 +1,75 @@
+"""Dropout and layer drop of loaded models, wherever their classes keep the rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headfold import convert_checkpoint
+from headfold.checkpoint.load import load_language_model, load_tokenizer
+from headfold.uptrain.models.dropout import keep_all_layers, set_dropout
+from headfold.uptrain.loop import uptrain_checkpoint
+from tiny import tiny_model, tiny_pair
+
+IDS = torch.arange(5, 29)[None]
+
+
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "opt", "mpt"])
+def test_rates_that_are_no_modules_are_set_too(model_type):
+    """Classes read them off the config once, when they are built, and call them what they like."""
+    torch.manual_seed(0)
+    model = tiny_model(model_type).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attn_dropout", "attn_dropout_p", "dropout"):
+            if isinstance(getattr(module, name, None), int | float):
+                setattr(module, name, 0.5)
+    assert not torch.allclose(model(IDS).logits, model(IDS).logits)
+    set_dropout(model, 0.0)
+    assert torch.equal(model(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_so_do_those_of_converted_ones(model_type, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path / "source")
+    for groups in (1, 2):
+        out = convert_checkpoint(tmp_path / "source", tmp_path / f"few-{groups}", groups=groups)
+        model = load_language_model(out).train()
+        set_dropout(model, 0.5)
+        assert not torch.allclose(model(IDS).logits, model(IDS).logits)
+        set_dropout(model, 0.0)
+        assert torch.equal(model(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("how", [keep_all_layers, lambda model: set_dropout(model, 0.5)])
+def test_no_layer_is_left_out(how):
+    """Whatever dropout is set to: layer drop is no dropout of that rate."""
+    model = tiny_pair("m2m_100", dropout=0.0, encoder_layerdrop=0.9, decoder_layerdrop=0.9).train()
+    ran = []
+    for stack in (model.get_encoder(), model.get_decoder()):
+        for layer in stack.layers:
+            layer.register_forward_hook(lambda *_: ran.append(1))
+    inputs = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
+    torch.manual_seed(0)
+    for _ in range(3):
+        model(**inputs)
+    assert len(ran) < 12
+    ran.clear()
+    how(model)
+    for _ in range(3):
+        model(**inputs)
+    assert len(ran) == 12
+    assert keep_all_layers(model) is False
+
+
+def test_a_run_on_hidden_states_keeps_all_layers_and_says_so(tiny_checkpoint, settings, tmp_path, capfd):
+    folder = tmp_path / "opt"
+    model = tiny_model("opt")
+    model.config.layerdrop = 0.9
+    model.save_pretrained(folder)
+    load_tokenizer(tiny_checkpoint).save_pretrained(folder)
+    wanted = settings(teacher=str(folder), steps=3, hidden_weight=0.5)
+    uptrain_checkpoint(folder, tmp_path / "drawn", wanted)
+    assert "Layer drop is off" in capfd.readouterr().err
+    uptrain_checkpoint(folder, tmp_path / "plain", settings(teacher=None, steps=1))
+    assert "Layer drop is off" not in capfd.readouterr().err

@@ -1,0 +1,1 @@
+"""Text as batches: packed, mixed, and shared out over processes."""

@@ -1,0 +1,131 @@
+"""Batches drawn from one corpus or from a mixture of several, with a position that can be saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...corpus import TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
+from ...errors import UsageError
+from .batches import Batch
+from .packed import Position
+from .objective import Exercise
+
+_WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9]+(\.[0-9]*)?)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One corpus of a mixture; ``weight`` is its share of the items, relative to the others'."""
+
+    corpus: Corpus
+    weight: float
+
+
+def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Part]:
+    """Open ``NAME`` or ``NAME=WEIGHT``, the weight being 1 where none is given.
+
+    Args:
+        columns: of their records.
+
+    Raises:
+        UsageError: no name, a weight of zero, the same corpus twice, or what :func:`open_corpus` refuses.
+    """
+    if not specs:
+        raise UsageError("There is no corpus to train on.", "Try --data stdlib, or the path of a text file.")
+    parts = []
+    for spec in specs:
+        name, weight = _named(spec)
+        if weight <= 0:
+            raise UsageError(f"The corpus {name} has the weight {weight:g}.", "Leave it out, or give it more than 0.")
+        parts.append(Part(open_corpus(name, TRAIN, columns), weight))
+    refuse_idle_column([part.corpus for part in parts], columns)
+    names = [part.corpus.spec for part in parts]
+    if len(set(names)) < len(names):
+        raise UsageError(f"A corpus is named twice: {', '.join(names)}.", "Name it once, with the weight of both.")
+    return parts
+
+
+def name_of(spec: str) -> str:
+    """``NAME=WEIGHT`` without the weight."""
+    return _named(spec)[0]
+
+
+def _named(spec: str) -> tuple[str, float]:
+    found = None if Path(spec).exists() else _WEIGHTED.fullmatch(spec)
+    return (found["name"], float(found["weight"])) if found else (spec, 1.0)
+
+
+def describe(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """What a record must hold to find the same text again."""
+    return [{**part.corpus.describe(), "weight": part.weight} for part in parts]
+
+
+@dataclass(frozen=True)
+class MixturePosition:
+    """Where one stream of a mixture stands: items it has given, its own position, and the tokens read of it."""
+
+    drawn: int = 0
+    stream: Position | None = None
+    read: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "stream": self.stream.to_json() if self.stream else None, "read": self.read}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> MixturePosition:
+        return cls(content["drawn"], Position(**content["stream"]), content.get("read", 0))  # older saves do not count
+
+
+class Mixture:
+    """Items from several streams in the proportion of their weights, the same on every process.
+
+    Every next item comes from the stream that lags most behind its share, so the proportion holds in any stretch of
+    the run, not only in the mean. Every process walks all streams and takes its own items of each step: reading text
+    costs little beside a forward pass, and the batches are then the same for any number of processes.
+
+    Args:
+        exercise: what is made of the text.
+        positions: where the streams continue, one each, from :meth:`positions` of an earlier mixture.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        exercise: Exercise,
+        positions: Sequence[MixturePosition] | None = None,
+    ) -> None:
+        starts = positions or [MixturePosition() for _ in parts]
+        self._exercise = exercise
+        self._weights = [part.weight for part in parts]
+        self._drawn = [start.drawn for start in starts]
+        self._read = [start.read for start in starts]
+        self._streams = [exercise.stream(part.corpus, start.stream) for part, start in zip(parts, starts, strict=True)]
+
+    def positions(self) -> list[MixturePosition]:
+        streams = zip(self._drawn, self._streams, self._read, strict=True)
+        return [MixturePosition(drawn, stream.position, read) for drawn, stream, read in streams]
+
+    @property
+    def read(self) -> int:
+        """Real tokens so far, of all processes: those of blocks, or of sources without their targets."""
+        return sum(self._read)
+
+    def epochs(self) -> list[int]:
+        """Complete passes over each corpus."""
+        return [stream.position.epoch for stream in self._streams]
+
+    def __next__(self) -> Any:
+        owed = [(drawn + 1) / weight for drawn, weight in zip(self._drawn, self._weights, strict=True)]
+        chosen = owed.index(min(owed))
+        self._drawn[chosen] += 1
+        item = next(self._streams[chosen])
+        self._read[chosen] += len(item[0])  # the ids of a block or of a source come first
+        return item
+
+    def next_batch(self, items: int, *, rank: int, processes: int) -> Batch:
+        """The next ``items`` items; every ``processes``-th of them, counted from ``rank``, is this process's."""
+        return self._exercise.batch([next(self) for _ in range(items)], rank, processes)

@@ -1,0 +1,1 @@
+"""Losses over tokens, computed in chunks below the head."""

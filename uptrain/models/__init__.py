@@ -1,0 +1,1 @@
+"""The models of a run: student, teacher, and the trained checkpoint."""

@@ -1,0 +1,107 @@
+"""Write the trained weights as an ordinary checkpoint: the source's files, dtypes and config, only the numbers new."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import GenerationConfig
+
+from ...checkpoint.card import write_card
+from ...checkpoint.load import load_language_model
+from ...checkpoint.publish import publishing
+from ...checkpoint.record import METRICS_NAME, last_entry, write_record
+from ...checkpoint.source import CONFIG_NAME, Checkpoint
+from ...checkpoint.write import copy_side_files
+from ...errors import CheckpointError
+
+
+def whole_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
+    """The full state dict of a model that may be sharded; tied tensors are one again. Every process must call this.
+
+    Returns:
+        names as in memory; on processes other than the main one it may be empty.
+    """
+    weights: dict[str, torch.Tensor] = dict(accelerator.get_state_dict(model))
+    tied = getattr(accelerator.unwrap_model(model), "all_tied_weights_keys", None) or {}
+    for name, kept in tied.items():
+        if name in weights and kept in weights and torch.equal(weights[name], weights[kept]):
+            weights[name] = weights[kept]
+    return weights
+
+
+def write_trained(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    source: Checkpoint,
+    out: Path,
+    entry: dict[str, Any],
+    metrics: Path,
+    *,
+    overwrite: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Publish ``out`` whole, after its tensors were checked against the source's.
+
+    Args:
+        model: the unwrapped model; it knows how names in memory become names on disk.
+        weights: its full state dict, float32.
+        source: where side files, dtypes and shapes come from. Without weights (training from scratch) the
+            dtype is that of its config.json.
+    """
+    config_dtype = _config_dtype(source.config)
+    stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
+    cast = _cast(weights, lambda name: stored.get(name, config_dtype))
+    # the source's own file is copied below; the library refuses to save some that it loads without complaint
+    model.generation_config = GenerationConfig()
+    with publishing(out, overwrite=overwrite) as folder:
+        model.save_pretrained(folder, state_dict=cast)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
+        copy_side_files(source, folder)
+        left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
+        load_language_model(folder, device_map="meta", trust_remote_code=trust_remote_code)
+        if metrics.exists():
+            shutil.copyfile(metrics, folder / METRICS_NAME)
+        write_record(folder, source.folder, {**entry, "tensors_left_out": left_out})
+        if last_entry(folder, "convert") is not None:
+            write_card(folder)
+
+
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.Tensor]:
+    """Weights in their stored dtypes; tied tensors stay one, or the head would be saved as a weight of its own."""
+    cast: dict[int, torch.Tensor] = {}
+    return {
+        name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous())
+        for name, tensor in weights.items()
+    }
+
+
+def _config_dtype(config: dict[str, Any]) -> torch.dtype:
+    named = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(named), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _left_out(trained: Checkpoint, source: Checkpoint) -> list[str]:
+    """Tensors of the source that the class neither uses nor saves (old buffers, a tied head stored twice).
+
+    Raises:
+        CheckpointError: a tensor that is saved is not the source's in name, shape and dtype.
+    """
+    found = {name: (info.dtype, tuple(info.shape)) for name, info in trained.tensors.items()}
+    wanted = {name: (info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
+    differing = sorted(name for name in found if found[name] != wanted.get(name))
+    if differing:
+        raise CheckpointError(
+            f"The trained model would be saved with other tensors than its source: {', '.join(differing[:4])}.",
+            "This is a fault in headfold; the saves of the run are kept, please report it.",
+        )
+    return sorted(wanted.keys() - found.keys())

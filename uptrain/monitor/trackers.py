@@ -1,0 +1,48 @@
+"""Where metrics go beside the run's own file: the trackers of accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...errors import UsageError
+
+_NEEDS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "comet_ml": "comet_ml",
+    "aim": "aim",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
+"""Name of a tracker → module that it needs."""
+
+
+def chosen_trackers(wanted: Sequence[str]) -> list[str]:
+    """Names that accelerate takes; ``auto`` means tensorboard where it is installed, ``none`` nothing.
+
+    Raises:
+        UsageError: an unknown name, a tracker that is not installed, or ``none`` beside others.
+    """
+    if "none" in wanted and len(wanted) > 1:
+        raise UsageError("`--tracker none` and other trackers contradict each other.", "Leave one of them out.")
+    chosen = []
+    for name in wanted:
+        if name == "none" or (name == "auto" and find_spec("tensorboard") is None):
+            continue
+        tracker = "tensorboard" if name == "auto" else name
+        if tracker not in _NEEDS:
+            raise UsageError(f"There is no tracker {tracker!r}.", f"Known are auto, none, {', '.join(_NEEDS)}.")
+        if find_spec(_NEEDS[tracker]) is None:
+            raise UsageError(f"The tracker {tracker} is not installed.", f"pip install {_NEEDS[tracker]}")
+        chosen.append(tracker)
+    return chosen
+
+
+def logs_folder(out: Path) -> Path:
+    """Where trackers that write files put them; it stays when the run is over."""
+    return out.parent / f"{out.name}.logs"

@@ -1,0 +1,1 @@
+"""Launching and coordinating the processes of a run."""
