@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import __version__
-from . import console
+from . import __version__, console
 from .convert import command as convert_command
 from .errors import HeadfoldError, UsageError
 from .eval import command as eval_command

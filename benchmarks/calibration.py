@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from headfold.checkpoint.load import load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
 from headfold.corpus import open_corpus
 
 from convert import make_checkpoint, watched

@@ -24,8 +24,8 @@ import torch
 from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.corpus import Document, open_corpus
-from headfold.eval.scoring.batches import collate, group_windows
 from headfold.eval.measures.capacity import peak_bytes
+from headfold.eval.scoring.batches import collate, group_windows
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
 

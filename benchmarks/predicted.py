@@ -18,12 +18,12 @@ from pathlib import Path
 from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
-from headfold.convert.methods.table.damage import lost_shares
-from headfold.convert.methods.table.table import MethodContext
+from headfold.convert.calibration.statistics import Statistics
+from headfold.convert.methods.damage import lost_shares
+from headfold.convert.methods.layer import read_attention
+from headfold.convert.methods.table import MethodContext
 from headfold.convert.plan import Plan
-from headfold.convert.methods.table.layer import read_attention
 from headfold.convert.run import plan_conversion, run_plan
-from headfold.convert.calibration.collect.statistics import Statistics
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import quick_perplexity
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents

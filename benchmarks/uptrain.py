@@ -99,8 +99,8 @@ def batches(options: argparse.Namespace) -> Any:
 
     from headfold.checkpoint.load import load_tokenizer
     from headfold.corpus import Encoder, open_corpus
-    from headfold.uptrain.data.packed.objective import NextToken
-    from headfold.uptrain.data.packed.mixture import Mixture, Part
+    from headfold.uptrain.data.mixture import Mixture, Part
+    from headfold.uptrain.data.objective import NextToken
 
     corpus = open_corpus("stdlib#train")
     few = replace(corpus, read=lambda: islice(corpus.read(), 60))
@@ -147,8 +147,8 @@ def now() -> float:
 def run_ours(options: argparse.Namespace) -> dict[str, float]:
     """The run that `headfold uptrain` makes, fed with prepared batches."""
     from headfold.uptrain.estimate.cost import Shape, flops_per_token
-    from headfold.uptrain.processes.devices import peak_flops
     from headfold.uptrain.loop import open_run
+    from headfold.uptrain.processes.devices import peak_flops
     from headfold.uptrain.settings import UptrainSettings
 
     settings = UptrainSettings(

@@ -20,12 +20,12 @@ import torch
 from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.statistics import SOURCE, Statistics
+from headfold.convert.methods.table import METHODS
 from headfold.convert.refinement.fit import RefineSettings
-from headfold.convert.methods.table.table import METHODS
 from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
-from headfold.convert.calibration.collect.statistics import SOURCE, Statistics
 from headfold.corpus import open_corpus
 from headfold.errors import HeadfoldError
 from headfold.eval.scoring.perplexity import quick_perplexity

@@ -19,18 +19,18 @@ from ..checkpoint.source import Checkpoint
 from ..console import human_bytes, info, warn
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import DataError, UnsupportedError, UsageError
-from .family.attention_layer import Block
 from .calibration.collect import collect_statistics, load_for_calibration, token_blocks
-from .refinement.fit import RefineSettings
-from .refinement.out_of_memory import fitting
 from .calibration.pair_statistics import collect_pair_statistics, corrupted
+from .calibration.statistics import SOURCE, Statistics
+from .family.attention_layer import Block
 from .plan import Plan
+from .refinement.fit import RefineSettings
 from .refinement.on_disk import identity_of, reading_modules, refine_folder, require_refinable
+from .refinement.out_of_memory import fitting
+from .refinement.resume import LayerFit, RefineWork, remove_work
+from .rewrites.encoder_decoder import is_pair, refuse_refinement
 from .rewrites.materialise import loadable, model_folder
 from .run import run_plan
-from .rewrites.encoder_decoder import is_pair, refuse_refinement
-from .calibration.statistics import SOURCE, Statistics
-from .refinement.resume import LayerFit, RefineWork, remove_work
 
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they are of."""

@@ -20,11 +20,11 @@ from .family.attention_layer import Block
 from .family.config_edit import with_number
 from .family.family import Family, find_family, refuse_quantised
 from .family.freedom import freedom
+from .family.kv_config import present
 from .methods.table import METHODS, Method
+from .rewrites.encoder_decoder import as_own, is_pair, side
 from .rewrites.retyped import RetypedCheckpoint, RewrittenCheckpoint
 from .rewrites.routes import rewritten
-from .rewrites.encoder_decoder import as_own, is_pair, side
-from .family.kv_config import present
 
 GROUPINGS = ("contiguous", "similarity")
 

@@ -18,13 +18,13 @@ from ..checkpoint.shards import shard_bytes
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
 from ..console import info, progress, warn
-from .methods.table import MethodContext
-from .plan import Plan, make_plan
-from .methods.layer import new_tensors
-from .rewrites.materialise import say_route, settle_tokenizer
-from .rewrites.encoder_decoder import settle_generation
 from .calibration.statistics import Statistics
 from .family.verify import verify
+from .methods.layer import new_tensors
+from .methods.table import MethodContext
+from .plan import Plan, make_plan
+from .rewrites.encoder_decoder import settle_generation
+from .rewrites.materialise import say_route, settle_tokenizer
 
 _RESERVE_BYTES = 64 * 2**20
 

@@ -13,22 +13,22 @@ from typing import Any
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..console import info
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
-from .vs_source import Pair, against_source
 from .measures.kv_cache import DecodeSettings
-from .measures.tasks import TaskSettings, find_tasks, task_identity
-from .scoring.resume import Kept
-from .scoring.limits import choose_device, device_name
 from .measures.retrieval import NeedleSettings, hide
-from .scoring.processes import join_processes, process_count
+from .measures.tasks import TaskSettings, find_tasks, task_identity
+from .models import Subject, open_subjects, tokenize_for_all
 from .protocol import Protocol, settle
 from .report.write import write_report
 from .results import Measured, collect
 from .runner import Runner
-from .settings import EvalSettings
+from .scoring.limits import choose_device, device_name
+from .scoring.processes import join_processes, process_count
+from .scoring.resume import Kept
 from .scoring.source_cache import SourceCache
-from .models import Subject, open_subjects, tokenize_for_all
 from .scoring.targets import Asking
 from .scoring.windows import TokenText, make_windows
+from .settings import EvalSettings
+from .vs_source import Pair, against_source
 
 
 def compare(

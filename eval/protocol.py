@@ -13,14 +13,14 @@ from ..console import warn
 from ..corpus import Document
 from ..errors import UsageError
 from ..spans import MEAN_SPAN, NOISE_DENSITY
-from .measures.kv_cache import DecodeSettings
-from .scoring.limits import choose_dtype, choose_window, has_learned_positions, position_limit
 from .measures.capacity import parse_bytes
+from .measures.kv_cache import DecodeSettings
 from .measures.retrieval import NeedleSettings, default_lengths, fitting
-from .settings import EvalSettings
 from .models import Subject, shared_vocab
+from .scoring.limits import choose_dtype, choose_window, has_learned_positions, position_limit
 from .scoring.targets import Asking, target_text
 from .scoring.windows import TokenText, default_stride, tokenize_text
+from .settings import EvalSettings
 
 _CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
 _WITHOUT_ENCODER = ("stride", "bos", "memory", "needles", "needle_lengths", "tasks", "shots", "task_limit")

@@ -30,14 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from .measures.kv_cache import DecodeTimes, spread
-from .measures.tasks import Answered
-from .measures.intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
 from .measures.capacity import CacheSize
-from .measures.retrieval import Retrieved, gains
-from .scoring.perplexity import Scores, exponential
+from .measures.intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
+from .measures.kv_cache import DecodeTimes, spread
 from .measures.recovery import read_recovery
+from .measures.retrieval import Retrieved, gains
+from .measures.tasks import Answered
 from .models import Subject
+from .scoring.perplexity import Scores, exponential
 from .scoring.windows import TokenText
 
 SCHEMA, KIND = 2, "headfold.eval"

@@ -13,20 +13,20 @@ import torch
 
 from ..console import info
 from ..errors import CheckpointError
-from .vs_source import Pair
-from .measures.kv_cache import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
-from .measures.tasks import Answered, TaskSettings, answer_tasks
-from .scoring.resume import Kept
 from .measures.capacity import CacheSize, capacity
+from .measures.kv_cache import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
 from .measures.retrieval import Hidden, Retrieved, retrieve
+from .measures.tasks import Answered, TaskSettings, answer_tasks
+from .models import Subject
+from .protocol import Protocol
+from .results import Measured, pooled
 from .scoring.paired import SourceScores, score_beside
 from .scoring.perplexity import Scores
-from .protocol import Protocol
+from .scoring.resume import Kept
 from .scoring.score_loop import Reading
-from .results import Measured, pooled
 from .scoring.source_cache import CachedSource, SourceCache
-from .models import Subject
 from .scoring.windows import TokenText
+from .vs_source import Pair
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from .measures.kv_cache import DecodeTimes, spread
 from .measures.intervals import Array, ratio_estimate
+from .measures.kv_cache import DecodeTimes, spread
 from .measures.retrieval import gains
+from .models import UPTRAINED
+from .results import Decoder, Measured, array, mean_estimate
 from .scoring.paired import PairScores
 from .scoring.perplexity import exponential
-from .results import Decoder, Measured, array, mean_estimate
-from .models import UPTRAINED
 from .scoring.windows import ScoredDocument, make_windows
 
 _WORST = 5

@@ -15,11 +15,11 @@ from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report, read_results
-from ..uptrain.estimate.budget import plan_budget
-from ..uptrain.processes.launch import as_options, launch
-from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.data.mixture import name_of
+from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
+from ..uptrain.loop import uptrain_checkpoint
+from ..uptrain.processes.launch import as_options, launch
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
 

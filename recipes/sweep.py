@@ -17,17 +17,17 @@ from ..checkpoint.load import is_seq2seq, load_language_model, load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..convert.calibrated import Calibration, calibrate, convert_calibrated
+from ..convert.family.meta_model import resolved_config
 from ..convert.methods.table import METHODS
 from ..convert.run import plan_conversion, run_plan
-from ..convert.family.meta_model import resolved_config
 from ..corpus import HELDOUT, Corpus, open_corpus
 from ..errors import UnsupportedError, UsageError
-from ..eval.measures.kv_cache import measure_cache
 from ..eval.measures.intervals import ratio_estimate
+from ..eval.measures.kv_cache import measure_cache
+from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import Asking, target_text
-from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.scoring.windows import ScoredDocument, tokenize_documents
 
 SOURCE, REFINED = "source", "+refine"

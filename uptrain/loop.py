@@ -18,28 +18,28 @@ from ..checkpoint.publish import refuse_occupied, refuse_overlap
 from ..checkpoint.source import Checkpoint
 from ..console import info
 from ..errors import Interrupted, TrainingError
+from .data.mixture import Mixture, Part, describe, open_mixture
+from .data.objective import Exercise, choose_exercise
 from .estimate.budget import Budget, plan_budget, refuse_other_than_one
 from .estimate.cost import Shape, flops_per_token
-from .processes.devices import Abandoned, anyone, make_accelerator, peak_flops
-from .models.dropout import keep_all_layers, set_dropout
-from .data.objective import Exercise, choose_exercise
-from .models.export import whole_weights, write_trained
+from .estimate.pretraining import resolve_pretraining
 from .loss.chunked import teach_in_chunks
 from .loss.hidden_states import Taps, refuse_unlike_layers
+from .models.dropout import keep_all_layers, set_dropout
+from .models.export import whole_weights, write_trained
 from .models.isolation import refuse_leaks
 from .models.liger import apply_liger, refuse_liger
-from .monitor.metrics import Clock, Metrics, say_progress
-from .data.mixture import Mixture, Part, describe, open_mixture
-from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
-from .estimate.pretraining import resolve_pretraining
-from .settings import Resume, UptrainSettings
-from .processes.signals import StopRequest, stop_on_signal
-from .state import Progress, Saves
-from .step import SpikeGuard, Stepper, StepResult
 from .models.student import build_student, refuse_long_blocks, speed_up
 from .models.teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
-from .monitor.trackers import chosen_trackers, logs_folder
 from .monitor.heldout import Follower, Watch, open_watch
+from .monitor.metrics import Clock, Metrics, say_progress
+from .monitor.trackers import chosen_trackers, logs_folder
+from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
+from .processes.devices import Abandoned, anyone, make_accelerator, peak_flops
+from .processes.signals import StopRequest, stop_on_signal
+from .settings import Resume, UptrainSettings
+from .state import Progress, Saves
+from .step import SpikeGuard, Stepper, StepResult
 
 
 def uptrain_checkpoint(

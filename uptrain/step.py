@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from ..errors import TrainingError
 from .data.batches import Batch
 from .estimate.budget import refuse_uneven
-from .processes.devices import Abandoned, anyone
 from .loss.chunked import Lesson
 from .loss.token_losses import Objective, Sums
-from .optim import set_learning_rate
-from .settings import UptrainSettings
 from .models.teacher import Teacher
+from .optim import set_learning_rate
+from .processes.devices import Abandoned, anyone
+from .settings import UptrainSettings
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import FLOATS
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError
-from .kv_parameters import Change, Numbers, changed_parameters
 from ..methods.attention import Rotary
-from .layout import Stored
 from ..methods.permutation import places
 from .exactness import OUTPUTS, QUERIES, norms_keys, reason_against_rewriting
-from .rotary import rotary_of
+from .kv_parameters import Change, Numbers, changed_parameters
+from .layout import Stored
 from .meta_model import memory_names, split_names
+from .rotary import rotary_of
 
 _FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
 

@@ -15,11 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
-from .attention_layer import Block, find_blocks, in_order, refuse_left_behind
-from .kv_parameters import Numbers
 from ..rewrites.encoder_decoder import PAIRS
 from ..serving import ignored_by
+from .attention_layer import Block, find_blocks, in_order, refuse_left_behind
 from .kv_config import KvSetting, kv_settings, with_kv_heads
+from .kv_parameters import Numbers
 from .meta_model import build, known_type, model_class, resolved_config
 
 KV_KEY = "num_key_value_heads"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .attention import Attention
 from .basis_change import Sharing, shared
 from .moments import Energy, Rows
-from .attention import Attention
 
 if TYPE_CHECKING:
     from .table import MethodContext

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .attention import Attention
 from .moments import (
     Energy,
     Extended,
@@ -26,7 +27,6 @@ from .moments import (
     score_energy,
     to_planes,
 )
-from .attention import Attention
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .moments import KEY_MEAN_SHARE, Extended, Rows, extended, gains, rotary_rows, to_planes
 from .attention import Attention
+from .moments import KEY_MEAN_SHARE, Extended, Rows, extended, gains, rotary_rows, to_planes
 
 _Product = Callable[[Extended, Extended], Tensor]
 """(X,) inner products of what the query heads of two blocks do."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .aligned import normed_turns
+from .attention import Attention
 from .basis_change import Sharing, contiguous_groups, shared
 from .moments import Energy, Rows, extended, measured, rotary_rows
-from .attention import Attention
 
 if TYPE_CHECKING:
     from .table import MethodContext

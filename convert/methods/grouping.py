@@ -8,9 +8,9 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
+from .attention import Attention
 from .basis_change import contiguous_groups
 from .folded import spectra
-from .attention import Attention
 
 if TYPE_CHECKING:
     from .table import MethodContext

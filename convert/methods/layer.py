@@ -12,11 +12,11 @@ from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from ..family.attention_layer import Block
 from ..family.family import Family, full_width_norm
-from .grouping import similarity_order
 from .attention import Attention, Rotary, permuted
-from .table import MethodContext, Pool, pool_mean, pool_random
+from .grouping import similarity_order
 from .norms import FRESH, merge_full_width
 from .permutation import moved, reordered
+from .table import MethodContext, Pool, pool_mean, pool_random
 
 if TYPE_CHECKING:
     from ..plan import Plan

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.source import Checkpoint
-from .attention import query_order
-from ..family.layout import Stored
 from ..family.exactness import OUTPUTS, code_of
+from ..family.layout import Stored
+from .attention import query_order
 
 if TYPE_CHECKING:
     from ..family.attention_layer import Block

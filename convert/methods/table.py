@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .aligned import aligned, aligned_and_rescaled
-from .folded import folded
 from .attention import Attention
+from .folded import folded
 
 
 @dataclass(frozen=True)

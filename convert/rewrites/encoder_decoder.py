@@ -19,9 +19,9 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ...checkpoint.modelling import OWN_TYPES, OwnType, own_config, own_type
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...errors import CheckpointError, UnsupportedError
+from ..family.meta_model import quiet_transformers, resolved_config
 from .retyped import RetypedCheckpoint
 from .routes import names_tokenizer
-from ..family.meta_model import quiet_transformers, resolved_config
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 HEAD, EMBEDDINGS = "lm_head.weight", ("shared.weight", "model.shared.weight")

@@ -19,8 +19,8 @@ from ...checkpoint.weights import safetensors_name
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files, require_space
 from ...console import info, progress, warn
 from ...errors import CheckpointError
-from ..serving import ignored_by
 from ..family.verify import verify
+from ..serving import ignored_by
 from .retyped import RetypedCheckpoint, RewrittenCheckpoint
 
 _REWRITTEN = ".rewritten-"

@@ -14,11 +14,11 @@ from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..family.meta_model import known_type, model_class, resolved_config
 from . import sources, sources_own
-from .retyped import RewrittenCheckpoint, headers_of
 from .decoder import Decoder, Settings
-from .targets_own import OWN_DECODER
 from .reader import Reader
+from .retyped import RewrittenCheckpoint, headers_of
 from .targets import GPT_BIGCODE, NEMOTRON, PHI, Target
+from .targets_own import OWN_DECODER
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "task_specific_params")
 """Keys of config.json that mean the same in every type."""

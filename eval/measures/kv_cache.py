@@ -16,8 +16,8 @@ from torch import Tensor
 from ...checkpoint.backbone import decoder_inputs, is_encoder_decoder
 from ...console import progress
 from ...errors import UnsupportedError
-from .capacity import CacheSize, peak_bytes
 from ..scoring.perplexity import evaluating
+from .capacity import CacheSize, peak_bytes
 
 _SHORT, _LONG = 4, 12  # two lengths below any sliding window; their difference leaves out state of fixed size
 

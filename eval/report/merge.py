@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError
-from ..vs_source import recovered_share
-from .write import read_results
-from ..results import array
 from ..models import UPTRAINED
+from ..results import array
+from ..vs_source import recovered_share
 from .sweep import RESULTS_NAME as SWEEP_NAME
 from .sweep import read_sweep
+from .write import read_results
 
 Result = dict[str, Any]
 _SAME = ("ids_sha256", "window", "stride", "dtype", "device", "vocab", "attention", "decode", "needle")

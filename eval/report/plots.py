@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..scoring.perplexity import exponential
 from .figure import (
     DASHED,
     INK,
@@ -18,9 +19,8 @@ from .figure import (
     styles,
     svg_of,
 )
-from ..scoring.perplexity import exponential
-from .sweep import SweepRow, tradeoff_plot
 from .format import number, perplexity_name
+from .sweep import SweepRow, tradeoff_plot
 
 Result = dict[str, Any]
 _MOST_NATS = 20.0

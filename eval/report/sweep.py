@@ -21,8 +21,8 @@ from .figure import (
     png_of,
     svg_of,
 )
-from .page import render
 from .format import change, number
+from .page import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

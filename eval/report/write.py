@@ -10,10 +10,11 @@ from typing import Any
 from ...checkpoint.publish import publishing
 from ...console import data, table
 from ...errors import DataError, UsageError
-from . import table as rows, format as wording
+from ..results import KIND, SCHEMA
+from . import format as wording
+from . import table as rows
 from .page import render
 from .plots import report_plots
-from ..results import KIND, SCHEMA
 
 RESULTS_NAME, MARKDOWN_NAME, HTML_NAME = "results.json", "report.md", "report.html"
 
@@ -29,7 +30,7 @@ def write_report(results: Result, folder: Path) -> None:
 
 
 def rebuild_report(results: Result, out: Path, *, overwrite: bool = False) -> None:
-    """Write the report of results that were read, see :func:`headfold.eval.report.merge.gather`, to the folder ``out``."""
+    """Write the report of results that :func:`.merge.gather` read to the folder ``out``."""
     with publishing(out, overwrite=overwrite) as folder:
         write_report(results, folder)
 

@@ -53,7 +53,7 @@ class Asking:
 
 @dataclass(frozen=True)
 class TargetDocument:
-    """One document as pairs; it has what :class:`headfold.eval.scoring.windows.TokenDocument` has for who looks at tokens.
+    """One document as pairs; it has what :class:`.windows.TokenDocument` has for who looks at tokens.
 
     Attributes:
         name: the document's name in its corpus.

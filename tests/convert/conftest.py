@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headfold.convert.methods.table.attention import Attention, Rotary
+from headfold.convert.methods.attention import Attention, Rotary
 from torch import Tensor
 
 HALF = Rotary("half", 8)

@@ -13,9 +13,9 @@ import torch
 from headfold.checkpoint import write
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import INDEX_NAME, Checkpoint
-from headfold.convert.run import convert_checkpoint, plan_conversion
-from headfold.convert.calibration.collect.statistics import SOURCE, TOKENS, writing_statistics
+from headfold.convert.calibration.statistics import SOURCE, TOKENS, writing_statistics
 from headfold.convert.family.verify import verify
+from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, HeadfoldError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -8,19 +8,19 @@ import pytest
 import torch
 from eval_models import WORDS, random_documents, tiny_llama, word_tokenizer
 from headfold.errors import CheckpointError, DataError, UsageError
-from headfold.eval.scoring import paired
 from headfold.eval import runner
-from headfold.eval.report.write.model_card import write_cards
 from headfold.eval.compare import compare
+from headfold.eval.report.format import number
+from headfold.eval.report.merge import gather
+from headfold.eval.report.model_card import write_cards
+from headfold.eval.report.write import final_loss
+from headfold.eval.runner import Runner
+from headfold.eval.scoring import paired
 from headfold.eval.scoring.limits import choose_device, choose_dtype
-from headfold.eval.report.write.merge import gather
 from headfold.eval.scoring.paired import score_beside
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.score_loop import Reading
-from headfold.eval.report.write.write import final_loss
-from headfold.eval.runner import Runner
 from headfold.eval.settings import EvalSettings
-from headfold.eval.report.write.format import number
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers

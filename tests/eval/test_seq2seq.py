@@ -18,10 +18,10 @@ from headfold.eval.measures.kv_cache import (
     measure_cross_cache,
     measure_decoding,
 )
+from headfold.eval.report.write import print_report, rebuild_report
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.report.write.write import print_report, rebuild_report
-from headfold.eval.settings import EvalSettings
 from headfold.eval.scoring.targets import Asking, TargetDocument, target_text
+from headfold.eval.settings import EvalSettings
 from headfold.pairs import Pair, padded
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
@@ -230,8 +230,8 @@ def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
 def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
-    from headfold.eval.protocol import settle
     from headfold.eval.models import open_subjects
+    from headfold.eval.protocol import settle
 
     settle(EvalSettings(dtype=dtype), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
     assert ("overflows float16" in capfd.readouterr().err.replace("\n", " ")) is warned
@@ -246,8 +246,8 @@ def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
     ],
 )
 def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, tiny_t5, capfd):
-    from headfold.eval.protocol import settle
     from headfold.eval.models import open_subjects
+    from headfold.eval.protocol import settle
 
     settle(EvalSettings(**given), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
     said = " ".join(capfd.readouterr().err.split())

@@ -12,14 +12,14 @@ from headfold.corpus import Columns, open_corpus
 from headfold.errors import UnsupportedError, UsageError
 from headfold.pairs import Pair, PairEncoder, padded
 from headfold.spans import SpanCorruption
-from headfold.uptrain.data.packed.batches import PairBatch
-from headfold.uptrain.data.packed.objective import Pairs, Spans
-from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
+from headfold.uptrain.data.batches import PairBatch
+from headfold.uptrain.data.mixture import Mixture, MixturePosition, Part
+from headfold.uptrain.data.objective import Pairs, Spans
 from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.loss.token_losses import Objective
-from headfold.uptrain.data.packed.mixture import Mixture, MixturePosition, Part
-from headfold.uptrain.optim import make_optimizer
+from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.optim import make_optimizer
 from headfold.uptrain.step import Stepper
 from runs import OneProcess, metrics, same, weights
 from tiny import randomise, tiny_config

@@ -11,8 +11,8 @@ from typing import Any
 from ...corpus import TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ...errors import UsageError
 from .batches import Batch
-from .packed import Position
 from .objective import Exercise
+from .packed import Position
 
 _WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9]+(\.[0-9]*)?)")
 

@@ -16,9 +16,9 @@ from ...corpus import Corpus, Encoder
 from ...errors import UsageError
 from ...pairs import Pair, PairEncoder, padded
 from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
+from ..settings import UptrainSettings
 from .batches import Batch, PackedBatch, PairBatch
 from .packed import Block, BlockStream, Encode, PairStream, Position
-from ..settings import UptrainSettings
 
 
 class Stream(Protocol):

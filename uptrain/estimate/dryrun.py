@@ -14,18 +14,18 @@ from ...checkpoint.source import Checkpoint
 from ...console import human_bytes, human_seconds, info
 from ...corpus import HELDOUT, is_local, open_corpus
 from ...errors import HeadfoldError
-from .budget import plan_budget, refuse_uneven
-from .cost import Shape, on_paper, plan_cost, refuse_what_cannot_fit
-from ..processes.devices import has_fast_bf16, memory_bytes
+from ..data.mixture import name_of, open_mixture
 from ..data.objective import choose_exercise, refuse_meaningless
 from ..loss.hidden_states import Taps, refuse_unlike_layers
-from ..processes.launch import Layout
-from ..data.mixture import name_of, open_mixture
-from ..optim import freeze_the_rest, refuse_untried
-from .pretraining import resolve_pretraining
-from ..settings import UptrainSettings
 from ..models.student import refuse_long_blocks
 from ..models.teacher import converted_from, other_vocabulary
+from ..optim import freeze_the_rest, refuse_untried
+from ..processes.devices import has_fast_bf16, memory_bytes
+from ..processes.launch import Layout
+from ..settings import UptrainSettings
+from .budget import plan_budget, refuse_uneven
+from .cost import Shape, on_paper, plan_cost, refuse_what_cannot_fit
+from .pretraining import resolve_pretraining
 
 _MEASURED_STEPS = 10
 _FLOAT32 = 4

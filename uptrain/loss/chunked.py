@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .head import Split, divert
 from .hidden_states import Taps, layer_distance
 from .token_losses import Objective, Sums
-from .head import Split, divert
 
 _LOGITS_BYTES = {"cpu": 16 * 2**20}
 _LOGITS_BYTES_ELSEWHERE = 256 * 2**20

@@ -15,11 +15,11 @@ from ...checkpoint.record import last_entry
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import HeadfoldError, UsageError
-from ..loss.hidden_states import Taps
 from ..idle import TAUGHT, refuse_idle
-from .isolation import refuse_leaks
-from ..settings import UptrainSettings
 from ..loss.head import Split, divert
+from ..loss.hidden_states import Taps
+from ..settings import UptrainSettings
+from .isolation import refuse_leaks
 
 
 def converted_from(checkpoint: Checkpoint) -> str | None:

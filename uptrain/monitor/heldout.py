@@ -21,8 +21,8 @@ from ...eval.scoring.perplexity import Perplexity, exponential, score
 from ...eval.scoring.targets import Asking, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_documents
 from ..processes.devices import Abandoned, anyone
-from .metrics import Metrics
 from ..settings import UptrainSettings
+from .metrics import Metrics
 
 _PORTION_WINDOWS = 32
 

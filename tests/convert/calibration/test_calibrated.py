@@ -10,9 +10,9 @@ from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibrated import Calibration, convert_calibrated
+from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.run import plan_conversion
-from headfold.convert.calibration.collect.statistics import Statistics
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from transformers import AutoModelForCausalLM
 

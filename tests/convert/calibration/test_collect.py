@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.convert.calibration.collect import collect as calibration
-from headfold.convert.calibration.collect.collect import collect_statistics, input_projections, load_for_calibration, token_blocks
-from headfold.convert.calibration.collect.statistics import SOURCE, Statistics
+from headfold.convert.calibration.collect import (
+    collect_statistics,
+    input_projections,
+    load_for_calibration,
+    token_blocks,
+)
+from headfold.convert.calibration.statistics import SOURCE, Statistics
 from headfold.corpus import Corpus, Document
 from headfold.errors import CheckpointError, DataError, UnsupportedError, UsageError
 from transformers import LlamaConfig, LlamaForCausalLM

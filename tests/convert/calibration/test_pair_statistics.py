@@ -12,12 +12,12 @@ from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
-from headfold.convert.methods.table.moments import extended, rotary_rows, score_energy
-from headfold.convert.methods.table.attention import Rotary
+from headfold.convert.calibration.pair_statistics import corrupted
+from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.inspect import predict_damage
-from headfold.convert.calibration.collect.pair_statistics import corrupted
+from headfold.convert.methods.attention import Rotary
+from headfold.convert.methods.moments import extended, rotary_rows, score_energy
 from headfold.convert.run import plan_conversion
-from headfold.convert.calibration.collect.statistics import Statistics
 from headfold.errors import UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -13,8 +13,8 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
-from headfold.convert.methods.table.attention import Attention, Rotary
-from headfold.convert.methods.table.layer import disk_tensors, read_attention
+from headfold.convert.methods.attention import Attention, Rotary
+from headfold.convert.methods.layer import disk_tensors, read_attention
 from tiny import logits_of, tiny_model
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from headfold.convert.family.family import head_counts, setting_counts
-from headfold.convert.run import convert_checkpoint
 from headfold.convert.family.meta_model import build, model_class
+from headfold.convert.run import convert_checkpoint
 from headfold.errors import CheckpointError, UnsupportedError
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file

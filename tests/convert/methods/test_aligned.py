@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from headfold.convert.methods.table.aligned import aligned, phases, rotations
-from headfold.convert.methods.table.attention import Attention, Rotary
-from headfold.convert.methods.table.table import METHODS, MethodContext
+from headfold.convert.methods.aligned import aligned, phases, rotations
+from headfold.convert.methods.attention import Attention, Rotary
+from headfold.convert.methods.table import METHODS, MethodContext
 
 X_TC = torch.randn(9, 24, generator=torch.Generator().manual_seed(11))
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from headfold.convert.methods.table.aligned import aligned
-from headfold.convert.methods.table.basis_change import shared
-from headfold.convert.methods.table.damage import lost_shares
-from headfold.convert.methods.table.folded import fold_group, folded, predicted_loss
-from headfold.convert.methods.table.attention import Attention, Rotary
-from headfold.convert.methods.table.table import METHODS, MethodContext
+from headfold.convert.methods.aligned import aligned
+from headfold.convert.methods.attention import Attention, Rotary
+from headfold.convert.methods.basis_change import shared
+from headfold.convert.methods.damage import lost_shares
+from headfold.convert.methods.folded import fold_group, folded, predicted_loss
+from headfold.convert.methods.table import METHODS, MethodContext
 from headfold.errors import UnsupportedError, UsageError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM

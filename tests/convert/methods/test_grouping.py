@@ -8,10 +8,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from headfold.convert.methods.table.folded import folded, predicted_loss
-from headfold.convert.methods.table.grouping import best_partition, searched_partition, similarity_order
-from headfold.convert.methods.table.attention import permuted
-from headfold.convert.methods.table.table import MethodContext
+from headfold.convert.methods.attention import permuted
+from headfold.convert.methods.folded import folded, predicted_loss
+from headfold.convert.methods.grouping import best_partition, searched_partition, similarity_order
+from headfold.convert.methods.table import MethodContext
 
 
 def _all_partitions(heads: tuple[int, ...], members: int) -> list[list[tuple[int, ...]]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headfold.convert.methods.table.attention import Attention
-from headfold.convert.methods.table.table import METHODS, MethodContext, pool_mean
+from headfold.convert.methods.attention import Attention
+from headfold.convert.methods.table import METHODS, MethodContext, pool_mean
 
 H, K, G, D, C = 8, 4, 2, 3, 5
 

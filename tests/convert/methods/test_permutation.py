@@ -9,9 +9,9 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
-from headfold.convert.methods.table.table import MethodContext
-from headfold.convert.methods.table.permutation import moved, reordered
-from headfold.convert.methods.table.layer import new_tensors
+from headfold.convert.methods.layer import new_tensors
+from headfold.convert.methods.permutation import moved, reordered
+from headfold.convert.methods.table import MethodContext
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import UnsupportedError
 from safetensors.torch import load_file, save_file

@@ -12,8 +12,8 @@ from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.convert import calibrated
 from headfold.convert.calibrated import Calibration, convert_calibrated
-from headfold.convert.refinement.out_of_memory import fitting
 from headfold.convert.plan import Plan
+from headfold.convert.refinement.out_of_memory import fitting
 from headfold.convert.run import plan_conversion
 from headfold.errors import DataError, HeadfoldError, UnsupportedError, UsageError
 from tiny import tiny_model

@@ -11,10 +11,10 @@ import torch
 from headfold.checkpoint.load import load_causal_lm
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.layer_runner import decoder_layers
-from headfold.convert.refinement.refine import refine_layers
 from headfold.convert.refinement.on_disk import refine_folder
-from headfold.convert.run import plan_conversion, run_plan
+from headfold.convert.refinement.refine import refine_layers
 from headfold.convert.refinement.resume import LayerFit, RefineWork
+from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import DataError, UnsupportedError
 from safetensors.torch import load_file
 from tiny import tiny_model

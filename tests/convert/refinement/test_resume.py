@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.calibration.collect import collect as calibration
 from headfold.convert.refinement import refine
-from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
-from headfold.convert.run import plan_conversion, run_plan
 from headfold.convert.refinement.resume import RefineWork
+from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import HeadfoldError, UsageError
 from tiny import tiny_model
 

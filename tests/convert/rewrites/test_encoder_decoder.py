@@ -20,9 +20,9 @@ from headfold.checkpoint.load import load_config, load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, modeling_headfold_t5
 from headfold.convert.check import check_checkpoint
 from headfold.convert.inspect import inspect_checkpoint
+from headfold.convert.rewrites.encoder_decoder import PAIRS, RUNS
 from headfold.convert.rewrites.targets_own import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
-from headfold.convert.rewrites.encoder_decoder import PAIRS, RUNS
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_pair

@@ -5,7 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from eval_models import random_documents, tiny_llama
-from headfold.eval.measures.retrieval import ANSWER, CUE, NEEDLE, NeedleSettings, default_lengths, fitting, gains, hide, retrieve
+from headfold.eval.measures.retrieval import (
+    ANSWER,
+    CUE,
+    NEEDLE,
+    NeedleSettings,
+    default_lengths,
+    fitting,
+    gains,
+    hide,
+    retrieve,
+)
 from headfold.eval.scoring.windows import TokenDocument
 from torch import nn
 

@@ -7,10 +7,10 @@ import pytest
 from eval_models import tiny_llama, word_tokenizer
 from headfold.errors import UsageError
 from headfold.eval.compare import compare
-from headfold.eval.report.write.merge import gather
-from headfold.eval.report.write.write import rebuild_report
+from headfold.eval.report.merge import gather
+from headfold.eval.report.sweep import SweepRow, write_tradeoff
+from headfold.eval.report.write import rebuild_report
 from headfold.eval.settings import EvalSettings
-from headfold.eval.report.write.sweep import SweepRow, write_tradeoff
 
 
 @pytest.fixture

@@ -16,9 +16,17 @@ from pathlib import Path
 
 import pytest
 from headfold.errors import DataError, UsageError
-from headfold.eval.report.write.merge import gather
-from headfold.eval.report.write.write import final_loss, html, markdown, print_report, read_results, rebuild_report, write_report
-from headfold.eval.report.write.format import change, number, percent, verdict
+from headfold.eval.report.format import change, number, percent, verdict
+from headfold.eval.report.merge import gather
+from headfold.eval.report.write import (
+    final_loss,
+    html,
+    markdown,
+    print_report,
+    read_results,
+    rebuild_report,
+    write_report,
+)
 
 
 def estimate(value: float, spread: float = 0.1) -> dict[str, float]:

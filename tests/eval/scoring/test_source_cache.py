@@ -6,7 +6,7 @@ import pytest
 from eval_models import tiny_llama, word_tokenizer
 from headfold.eval import runner
 from headfold.eval.compare import compare
-from headfold.eval.report.write.write import html
+from headfold.eval.report.write import html
 from headfold.eval.settings import EvalSettings
 
 

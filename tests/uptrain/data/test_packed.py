@@ -6,10 +6,10 @@ import json
 import pytest
 from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from headfold.errors import DataError, UsageError
+from headfold.uptrain.data.mixture import Mixture, MixturePosition, Part, open_mixture
+from headfold.uptrain.data.objective import NextToken
+from headfold.uptrain.data.packed import BlockStream, Position, shuffled
 from headfold.uptrain.estimate.budget import plan_budget
-from headfold.uptrain.data.packed.packed import BlockStream, Position, shuffled
-from headfold.uptrain.data.packed.objective import NextToken
-from headfold.uptrain.data.packed.mixture import Mixture, MixturePosition, Part, open_mixture
 from headfold.uptrain.settings import UptrainSettings
 from hypothesis import given
 from hypothesis import strategies as st

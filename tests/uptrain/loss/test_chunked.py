@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from headfold.uptrain.loss import chunked as headloss
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
-from headfold.uptrain.loss.token_losses import Objective
 from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.token_losses import Objective
 from tiny import tiny_model
 
 IDS = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(2))

@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
-from headfold.uptrain.loss.hidden_states import Taps, layer_distance, refuse_unlike_layers
 from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.hidden_states import Taps, layer_distance, refuse_unlike_layers
+from headfold.uptrain.loss.token_losses import Objective
 from headfold.uptrain.models.teacher import Teacher
 from runs import metrics, same, weights
 from safetensors.torch import save_file

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
-from headfold.uptrain.models import teacher
-from headfold.uptrain.data.packed.batches import PackedBatch
-from headfold.uptrain.loss.chunked import teach_in_chunks
-from headfold.uptrain.models.isolation import refuse_leaks
+from headfold.uptrain.data.batches import PackedBatch
 from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.loss.chunked import teach_in_chunks
+from headfold.uptrain.models import teacher
+from headfold.uptrain.models.isolation import refuse_leaks
 from headfold.uptrain.optim import make_optimizer
 from headfold.uptrain.step import Stepper
 from runs import OneProcess

@@ -10,8 +10,8 @@ import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
 from headfold.uptrain import loop
-from headfold.uptrain.models.liger import apply_liger, refuse_liger
 from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.models.liger import apply_liger, refuse_liger
 
 
 @pytest.fixture

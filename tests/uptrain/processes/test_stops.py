@@ -9,8 +9,8 @@ import pytest
 import torch
 from headfold.errors import Interrupted
 from headfold.uptrain import loop
-from headfold.uptrain.monitor import heldout as watch
 from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.monitor import heldout as watch
 from runs import metrics, same, weights
 
 
