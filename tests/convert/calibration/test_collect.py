@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.convert.calibration.collect import collect as calibration
+from headfold.convert.calibration import collect as calibration
 from headfold.convert.calibration.collect import (
     collect_statistics,
     input_projections,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.convert.calibrated import Calibration, convert_calibrated
-from headfold.convert.calibration.collect import collect as calibration
+from headfold.convert.calibration import collect as calibration
 from headfold.convert.refinement import refine
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
