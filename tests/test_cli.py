@@ -107,8 +107,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(capfd, tmp_path):
 @pytest.mark.parametrize(("limit", "code"), [("2%", 1), ("0.06", 0), ("six", 2)])
 def test_a_build_can_fail_by_a_report(limit, code, capfd, monkeypatch, tmp_path):
     """A last model that is 5 % worse than its source."""
-    from headfold.eval.report.write import merge
-    from headfold.eval.report.write import write as report
+    from headfold.eval.report import merge
+    from headfold.eval.report import write as report
 
     last = {"against_source": {"perplexity_ratio": {"value": 1.05}}}
     monkeypatch.setattr(merge, "gather", lambda paths: {"models": [{}, last]})

@@ -20,7 +20,7 @@ import yaml
 from ...errors import Interrupted, UsageError
 from ..settings import UptrainSettings
 
-_SHIPPED = Path(__file__).parents[1] / "recipes" / "accelerate"
+_SHIPPED = Path(__file__).parents[2] / "recipes" / "accelerate"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """A terminal signals its own session alone, so what it sends, on Ctrl-C or when it closes, is passed on too."""
 _LOOK_SECONDS = 0.2

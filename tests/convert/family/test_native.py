@@ -96,7 +96,8 @@ def _check_exact(small: Any, more: int, folder: Path) -> None:
     assert sum(tensor.numel() for tensor in made.values()) < sum(tensor.numel() for tensor in source.values())
     loaded = type(small).from_pretrained(out).eval()
     (logits, heads), (wanted, _) = _run(loaded), _run(small)
-    assert torch.equal(logits, wanted)
+    # the weights are equal to the bit, asserted above; where they lie in memory may change the order of a sum
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-6)
     twin, _ = _run(wide)
     assert (twin - wanted).abs().max() < 1e-4 * wanted.abs().max().clamp_min(1)
     assert heads == OTHER_CACHES.get(small.config.model_type, {kv_heads})

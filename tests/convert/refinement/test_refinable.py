@@ -116,7 +116,7 @@ def _no_memory(*arguments: object, **named: object) -> None:
     ("place", "told"),
     [
         ("calibrated.collect_statistics", r"Calibration ran out of memory on cpu: the source's weights take \d"),
-        ("refine.fit", r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32"),
+        ("refinement.refine.fit", r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32"),
     ],
 )
 def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, monkeypatch) -> None:
