@@ -46,7 +46,7 @@ class PairEncoder:
         if longest <= added:
             raise UsageError(
                 f"{longest} tokens leave no room for text: the tokenizer adds {added} to each side.",
-                "Give a larger --block (of eval: --window).",
+                "Give a larger --sequence-length (of eval: --window).",
             )
         self._tokenizer, self._longest = tokenizer, longest
         self._said = False

@@ -64,17 +64,20 @@ class SpanCorruption:
         noise, spans = self._noise(tokens)
         return tokens - noise + spans + 1, noise + spans + 1
 
-    def tokens_for(self, block: int) -> int:
-        """The most tokens of text whose source fits into ``block`` tokens: 568 for 512, as T5 has it.
+    def tokens_for(self, sequence_length: int) -> int:
+        """The most tokens of text whose source fits into ``sequence_length`` tokens: 568 for 512, as T5 has it.
 
         Raises:
-            UsageError: ``block`` is too small for a span, or needs more sentinels than there are.
+            UsageError: ``sequence_length`` is too small for a span, or needs more sentinels than there are.
         """
-        tokens = max(2, block // 2)
-        while self.lengths(tokens + 1)[0] <= block:
+        tokens = max(2, sequence_length // 2)
+        while self.lengths(tokens + 1)[0] <= sequence_length:
             tokens += 1
-        if self.lengths(tokens)[0] > block:
-            raise UsageError(f"A block of {block} tokens is too small for span corruption.", "Give --block 8 or more.")
+        if self.lengths(tokens)[0] > sequence_length:
+            raise UsageError(
+                f"A block of {sequence_length} tokens is too small for span corruption.",
+                "Give --sequence-length 8 or more.",
+            )
         self.require(tokens)
         return tokens
 
@@ -85,12 +88,12 @@ class SpanCorruption:
             UsageError: ``tokens`` are too few for a span, or need more sentinels than there are.
         """
         if tokens < 2:
-            raise UsageError(f"{tokens} tokens are too few to cut a span out.", "Give --block 8 or more.")
+            raise UsageError(f"{tokens} tokens are too few to cut a span out.", "Give --sequence-length 8 or more.")
         spans = self._noise(tokens)[1]
         if spans > len(self.sentinels):
             raise UsageError(
                 f"{tokens} tokens have {spans} spans cut out, and the tokenizer has {len(self.sentinels)} sentinels.",
-                "Give a smaller --block, or longer spans (--mean-span).",
+                "Give a smaller --sequence-length, or longer spans (--mean-span).",
             )
 
     def __call__(self, ids: list[int], draw: random.Random) -> Pair:

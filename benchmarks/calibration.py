@@ -45,7 +45,7 @@ def main() -> None:
 def _time(tokens: int, repeats: int) -> None:
     """Calibration and bare forward passes in turn, so that a slow moment of the machine hits both."""
     tokenizer = load_tokenizer(BUNDLED)
-    blocks_NT = token_blocks(open_corpus("stdlib#train"), tokenizer, tokens=tokens, block=512)
+    blocks_NT = token_blocks(open_corpus("stdlib#train"), tokenizer, tokens=tokens, sequence_length=512)
     with tempfile.TemporaryDirectory() as name:
         model = load_for_calibration(BUNDLED, Checkpoint.open(BUNDLED).weight_bytes, Path(name))
         ratios = []

@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for method in RATES:
         converted = _once(out / method, lambda folder, method=method: convert(source, folder, method, options))
         settings = UptrainSettings(
-            data="stdlib", tokens=int(options.tokens * options.fraction), block=CONTEXT, batch=8, micro_batch=8,
+            data="stdlib", tokens=int(options.tokens * options.fraction), sequence_length=CONTEXT, batch=8,
+            micro_batch=8,
             learning_rate=RATES[method], final_learning_rate=0.05, teacher="source",
         )  # fmt: skip
         uptrained = _once(
@@ -116,7 +117,13 @@ def pretrain(folder: Path, options: argparse.Namespace) -> Path:
             options.type, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[options.type]], vocab_size=4096,
             bos_token_id=0, eos_token_id=0, dtype="float32", **sizes,
         ).save_pretrained(blank)  # fmt: skip
-        changes = {"tokens": options.tokens, "block": CONTEXT, "batch": 16, "micro_batch": 16, "eval_data": None}
+        changes = {
+            "tokens": options.tokens,
+            "sequence_length": CONTEXT,
+            "batch": 16,
+            "micro_batch": 16,
+            "eval_data": None,
+        }
         return uptrain(blank, folder, SETTINGS.model_copy(update=changes), from_scratch=True)
 
 
@@ -125,7 +132,7 @@ def convert(source: Path, folder: Path, method: str, options: argparse.Namespace
     if method == "mean":
         return convert_checkpoint(source, folder, groups=options.groups)
     plan = plan_conversion(source, groups=options.groups, method=method, grouping=None)
-    text = Calibration("stdlib", tokens=options.calibration_tokens, block=CONTEXT, refine=options.refine)
+    text = Calibration("stdlib", tokens=options.calibration_tokens, sequence_length=CONTEXT, refine=options.refine)
     return convert_calibrated(plan, folder, text)
 
 

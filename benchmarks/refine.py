@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=8, help="Size of the source, in 10⁹ bytes.")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="Where to work; default: the system's temporary folder.")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -41,7 +41,10 @@ def main() -> None:
         place = Path(name)
         size = make_checkpoint(place / "source", options.gb, options.gb)
         run_plan(plan_conversion(place / "source", groups=GROUPS), place / "converted")
-        sizes = [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in ("tokens", "block", "batch-tokens")]
+        sizes = [
+            f"--{key}={getattr(options, key.replace('-', '_'))}"
+            for key in ("tokens", "sequence_length", "batch-tokens")
+        ]
         seconds, peak = watched([sys.executable, __file__, *sizes, "--measure", str(place)])
     print(f"{size / 2**30:.2f} GiB of weights left on disk: peak anonymous memory {peak:.2f} GiB, {seconds:.0f} s")
 
@@ -50,7 +53,7 @@ def _refine(place: Path, options: argparse.Namespace) -> None:
     """In a process of its own: two steps a layer, weights on disk."""
     calibration._IN_MEMORY_SHARE = 0.0
     plan = plan_conversion(place / "source", groups=GROUPS)
-    text_NT = torch.randint(0, 30_000, (options.tokens // options.block, options.block))
+    text_NT = torch.randint(0, 30_000, (options.tokens // options.sequence_length, options.sequence_length))
     settings = RefineSettings(steps=2, batch_tokens=options.batch_tokens)
     fits = refine_folder(place / "source", place / "converted", plan.family.blocks, text_NT, settings)
     print(*fits, sep="\n", file=sys.stderr)

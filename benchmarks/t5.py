@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             console.warn(f"{method} is left out: {problem.message}")
             continue
         settings = UptrainSettings(
-            data="stdlib", tokens=max(1, int(options.tokens * options.fraction)), block=CONTEXT, batch=16,
+            data="stdlib", tokens=max(1, int(options.tokens * options.fraction)), sequence_length=CONTEXT, batch=16,
             micro_batch=16, learning_rate=1e-3, final_learning_rate=0.05, teacher="source",
         )  # fmt: skip
         uptrained = _once(
@@ -104,7 +104,7 @@ def pretrain(folder: Path, tokens: int) -> Path:
             pad_token_id=tokenizer.pad_token_id, decoder_start_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id, dtype="float32",
         ).save_pretrained(blank)  # fmt: skip
-        changes = {"tokens": tokens, "block": CONTEXT, "batch": 16, "micro_batch": 16, "eval_data": None}
+        changes = {"tokens": tokens, "sequence_length": CONTEXT, "batch": 16, "micro_batch": 16, "eval_data": None}
         return uptrain(blank, folder, SETTINGS.model_copy(update=changes), from_scratch=True)
 
 
@@ -113,7 +113,7 @@ def convert(source: Path, folder: Path, method: str, options: argparse.Namespace
     if method == "mean":
         return convert_checkpoint(source, folder, groups=options.groups)
     plan = plan_conversion(source, groups=options.groups, method=method)
-    text = Calibration("stdlib", tokens=options.calibration_tokens, block=CONTEXT, refine=0)
+    text = Calibration("stdlib", tokens=options.calibration_tokens, sequence_length=CONTEXT, refine=0)
     return convert_calibrated(plan, folder, text)
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=["bundled", *SHAPES], default="bundled")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each turn; two more warm up")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--block", type=int, default=512)
+    parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--child", choices=["ours", "trainer"], help=argparse.SUPPRESS)
@@ -67,7 +67,10 @@ def compare(options: argparse.Namespace) -> None:
     }
     pairs = zip(found["ours"], found["trainer"], strict=True)
     ratios = sorted(round(ours["tokens_per_second"] / theirs["tokens_per_second"], 2) for ours, theirs in pairs)
-    print(f"{options.shape}, {options.precision}, {options.batch} × {options.block} tokens, {options.turns} turns")
+    print(
+        f"{options.shape}, {options.precision}, {options.batch} × {options.sequence_length} tokens, "
+        f"{options.turns} turns"
+    )
     for child in found:
         print(
             f"  {child:8} {middle[child, 'tokens_per_second']:10,.0f} tokens/s   peak "
@@ -104,7 +107,9 @@ def batches(options: argparse.Namespace) -> Any:
 
     corpus = open_corpus("stdlib#train")
     few = replace(corpus, read=lambda: islice(corpus.read(), 60))
-    stream = Mixture([Part(few, 1.0)], NextToken(Encoder(load_tokenizer(BUNDLED)), block=options.block, seed=0))
+    stream = Mixture(
+        [Part(few, 1.0)], NextToken(Encoder(load_tokenizer(BUNDLED)), sequence_length=options.sequence_length, seed=0)
+    )
     return [stream.next_batch(options.batch, rank=0, processes=1) for _ in range(options.steps + 2)]
 
 
@@ -152,7 +157,8 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     from headfold.uptrain.settings import UptrainSettings
 
     settings = UptrainSettings(
-        data="stdlib", steps=options.steps + 2, block=options.block, batch=options.batch, micro_batch=options.batch,
+        data="stdlib", steps=options.steps + 2, sequence_length=options.sequence_length, batch=options.batch,
+        micro_batch=options.batch,
         schedule="constant", warmup=0, learning_rate=1e-4, teacher=None, precision=options.precision, tracker=("none",),
     )  # fmt: skip
     prepared = batches(options)
@@ -167,7 +173,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
                     began = now()
                 losses.append(run.stepper(step, batch).loss)
             seconds = now() - began
-    rate = options.steps * options.batch * options.block / seconds
+    rate = options.steps * options.batch * options.sequence_length / seconds
     found = {"tokens_per_second": rate, "peak_bytes": peak.bytes, "loss": statistics.fmean(losses)}
     promised = peak_flops(run.accelerator.device)
     if promised:
@@ -204,7 +210,7 @@ def run_trainer(options: argparse.Namespace) -> dict[str, float]:
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)  # type: ignore[method-assign]
         with Peak() as peak:
             trainer.train()
-    rate = options.steps * options.batch * options.block / (times[1] - times[0])
+    rate = options.steps * options.batch * options.sequence_length / (times[1] - times[0])
     loss = next(line["loss"] for line in trainer.state.log_history if "loss" in line)
     return {"tokens_per_second": rate, "peak_bytes": peak.bytes, "loss": loss}
 

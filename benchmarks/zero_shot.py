@@ -68,7 +68,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
     parser.add_argument("--calibration-tokens", type=int, default=98_304)
-    parser.add_argument("--block", type=int, default=512, help="tokens of one block of calibration text")
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of one block of calibration text")
     parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
     parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
     parser.add_argument("--window", type=int, default=512)
@@ -85,7 +85,9 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     tokenizer = load_tokenizer(options.checkpoint)
     documents = tokenize_documents(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None)
     corpus = open_corpus(options.calibration)
-    text_NT = token_blocks(corpus, tokenizer, tokens=options.calibration_tokens, block=options.block)
+    text_NT = token_blocks(
+        corpus, tokenizer, tokens=options.calibration_tokens, sequence_length=options.sequence_length
+    )
     source = Checkpoint.open(options.checkpoint)
     with tempfile.TemporaryDirectory(prefix="zero-shot-") as name:
         scratch = Path(name)

@@ -22,7 +22,7 @@ from ..errors import DataError, UnsupportedError, UsageError
 from .calibration.collect import collect_statistics, load_for_calibration, token_blocks
 from .calibration.pair_statistics import collect_pair_statistics, corrupted
 from .calibration.statistics import SOURCE, Statistics
-from .family.attention_layer import Block
+from .family.attention_layer import AttentionLayer
 from .plan import Plan
 from .refinement.fit import RefineSettings
 from .refinement.on_disk import identity_of, reading_modules, refine_folder, require_refinable
@@ -54,14 +54,14 @@ class Calibration:
 
     data: str | None = "stdlib"
     tokens: int = 131_072
-    block: int = 512
+    sequence_length: int = 512
     refine: int | None = None
     statistics: Path | None = None
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Text:
+class CalibrationText:
     """Calibration text: where it is from, and its token ids (N blocks of T tokens)."""
 
     corpus: Corpus
@@ -71,7 +71,12 @@ class Text:
         """Where the text is from, and a hash of the very token ids that are looked at."""
         ids = hashlib.sha256(self.blocks_NT.numpy().tobytes()).hexdigest()
         known = {"corpus": self.corpus.spec, "revision": self.corpus.revision}
-        return {**known, "tokens": str(self.blocks_NT.numel()), "block": str(self.blocks_NT.shape[1]), IDS: ids}
+        return {
+            **known,
+            "tokens": str(self.blocks_NT.numel()),
+            "sequence_length": str(self.blocks_NT.shape[1]),
+            IDS: ids,
+        }
 
 
 def convert_calibrated(
@@ -177,7 +182,9 @@ def _refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) 
             raise UsageError(f"The statistics {statistics} would lie in {folder}.", "Choose a path elsewhere.")
 
 
-def _refine_settings(plan: Plan, calibration: Calibration, text: Text | None, seed: int) -> RefineSettings | None:
+def _refine_settings(
+    plan: Plan, calibration: Calibration, text: CalibrationText | None, seed: int
+) -> RefineSettings | None:
     """How to refine, None for not at all: `folded` is refined where there is text, unless the user says otherwise."""
     steps = calibration.refine
     if steps:
@@ -191,7 +198,7 @@ def _refine_settings(plan: Plan, calibration: Calibration, text: Text | None, se
 
 
 def _refinable(
-    plan: Plan, text: Text, settings: RefineSettings, work: Path, load: _Source, *, asked: bool
+    plan: Plan, text: CalibrationText, settings: RefineSettings, work: Path, load: _Source, *, asked: bool
 ) -> RefineSettings | None:
     """The settings, or None where nobody asked for refinement and it is not possible; nothing was computed by then."""
     source = Checkpoint.open(model_folder(plan.source))
@@ -216,7 +223,7 @@ def _conversion(plan: Plan) -> dict[str, Any]:
 def _refined(
     plan: Plan,
     folder: Path,
-    text: Text,
+    text: CalibrationText,
     settings: RefineSettings,
     work: Path,
     calibration: Calibration,
@@ -259,7 +266,7 @@ def calibrate(plan: Plan, calibration: Calibration, *, trust_remote_code: bool =
 
 
 def _kept_statistics(
-    source: Checkpoint, calibration: Calibration, text: Text | None, readers: list[str]
+    source: Checkpoint, calibration: Calibration, text: CalibrationText | None, readers: list[str]
 ) -> Statistics | None:
     """The statistics of ``calibration.statistics``, checked; None when they have yet to be collected."""
     file = calibration.statistics
@@ -282,9 +289,9 @@ def _kept_statistics(
 
 def _new_statistics(
     source: Checkpoint,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionLayer],
     calibration: Calibration,
-    text: Text | None,
+    text: CalibrationText | None,
     scratch: Path,
     load: _Source,
 ) -> Statistics:
@@ -323,13 +330,15 @@ def _refuse_no_device(name: str) -> None:
         raise UsageError(f"There is no device {name!r} here.", "Try --device cpu.") from problem
 
 
-def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: bool) -> Text | None:
+def read_text(source: Checkpoint, calibration: Calibration, trust_remote_code: bool) -> CalibrationText | None:
     """The calibration text in the source's own tokens; None where no text is given."""
     if calibration.data is None:
         return None
     corpus = open_corpus(calibration.data, TRAIN)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-    return Text(corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, block=calibration.block))
+    return CalibrationText(
+        corpus, token_blocks(corpus, tokenizer, tokens=calibration.tokens, sequence_length=calibration.sequence_length)
+    )
 
 
 def _fit_entry(fit: LayerFit) -> dict[str, float]:

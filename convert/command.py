@@ -55,8 +55,14 @@ def convert(
         str | None, typer.Option(help="Text the method may look at; never the text you will evaluate on.")
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of that text to read.")] = 131_072,
-    block: Annotated[
-        int, typer.Option(min=1, help="Tokens of one block of that text; best as many as the model will read at once.")
+    sequence_length: Annotated[
+        int,
+        typer.Option(
+            "--sequence-length",
+            "--block",
+            min=1,
+            help="Tokens of one block of that text; best as many as the model will read at once.",
+        ),
     ] = 512,
     statistics: Annotated[
         Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
@@ -131,7 +137,7 @@ def convert(
     if looks_at_text:
         from .calibrated import Calibration, convert_calibrated
 
-        text = Calibration(calibration, calibration_tokens, block, refine, statistics, device)
+        text = Calibration(calibration, calibration_tokens, sequence_length, refine, statistics, device)
         convert_calibrated(plan, out, text, overwrite=overwrite, seed=seed, trust_remote_code=trust_remote_code)
     else:
         if method == "folded":

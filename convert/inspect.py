@@ -23,7 +23,7 @@ from .methods.layer import read_attention
 from .methods.table import MethodContext
 from .rewrites.encoder_decoder import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .rewrites.routes import Route, rewritten, route_of, target_config
-from .rewrites.targets import Target
+from .rewrites.targets import TargetType
 from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 
 
@@ -136,7 +136,7 @@ def _runnable(route: Route | None) -> tuple[Route | None, list[str]]:
     """
     if route is None:
         return None, []
-    kept: list[Target] = []
+    kept: list[TargetType] = []
     lacking: list[UnsupportedError] = []
     for target in route.targets:
         own = OWN_TYPES.get(target.model_type)

@@ -16,7 +16,7 @@ from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor
 from ..console import human_bytes
 from ..errors import UnsupportedError, UsageError
-from .family.attention_layer import Block
+from .family.attention_layer import AttentionLayer
 from .family.config_edit import with_number
 from .family.family import Family, find_family, refuse_quantised
 from .family.freedom import freedom
@@ -121,7 +121,7 @@ class Plan:
             total += heads * (block.head_dim + block.value_dim) * (info.nbytes // math.prod(info.shape))
         return total
 
-    def _reads(self, block: Block) -> str:
+    def _reads(self, block: AttentionLayer) -> str:
         return side(block.module) if is_pair(self.source.config) else "self"
 
     def _cache_sizes(self) -> list[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ from .scoring.source_cache import SourceCache
 from .scoring.targets import Asking
 from .scoring.windows import TokenText, make_windows
 from .settings import EvalSettings
-from .vs_source import Pair, against_source
+from .vs_source import ModelPair, against_source
 
 
 def compare(
@@ -111,7 +111,7 @@ def _announce(corpus: Corpus, text: TokenText, protocol: Protocol, subjects: Seq
 
 def _results(
     source: Measured,
-    pairs: Sequence[Pair],
+    pairs: Sequence[ModelPair],
     text: TokenText,
     runner: Runner,
     corpus: Corpus,

@@ -26,7 +26,7 @@ from .scoring.resume import Kept
 from .scoring.score_loop import Reading
 from .scoring.source_cache import CachedSource, SourceCache
 from .scoring.windows import TokenText
-from .vs_source import Pair
+from .vs_source import ModelPair
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -59,7 +59,7 @@ class Runner:
     attention: str = "unknown"
     source_from_cache: bool = False
 
-    def run(self) -> tuple[Measured, list[Pair]]:
+    def run(self) -> tuple[Measured, list[ModelPair]]:
         """The source's numbers, and each other model's beside it."""
         cached = self._find_cached()
         self.source_from_cache = cached is not None
@@ -120,7 +120,7 @@ class Runner:
         models: Sequence[Any],
         source_model: Any | None,
         cached: CachedSource | None,
-    ) -> tuple[Measured, list[Pair]]:
+    ) -> tuple[Measured, list[ModelPair]]:
         """The source and one group of models beside it."""
         known, scores = self._score(number, models, source_model, cached)
         source = self.subjects[0]
@@ -133,7 +133,9 @@ class Runner:
         if cached is None and self.cache is not None and self._first():
             self.cache.store(known, facts[0])
         rows = zip(group, facts[1:], scores, times[1:], strict=True)
-        return run, [Pair(run, self._measured(one, fact, pair.other, took), pair) for one, fact, pair, took in rows]
+        return run, [
+            ModelPair(run, self._measured(one, fact, pair.other, took), pair) for one, fact, pair, took in rows
+        ]
 
     def _name(self, kind: str, number: int) -> str:
         """Of a measurement of one group; without the source it has fewer rows."""

@@ -33,7 +33,7 @@ _KL_EDGES = [10 ** (quarter / 4) for quarter in range(-24, 7)]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """A model and the source, measured side by side."""
 
     source: Measured
@@ -41,7 +41,9 @@ class Pair:
     scores: PairScores
 
 
-def against_source(pair: Pair, pairs: Sequence[Pair], window: int, stride: int, decode: Decoder) -> dict[str, Any]:
+def against_source(
+    pair: ModelPair, pairs: Sequence[ModelPair], window: int, stride: int, decode: Decoder
+) -> dict[str, Any]:
     """All numbers of one pair.
 
     Args:
@@ -71,7 +73,7 @@ def against_source(pair: Pair, pairs: Sequence[Pair], window: int, stride: int, 
     }
 
 
-def _cross_cache_ratio(pair: Pair) -> float | None:
+def _cross_cache_ratio(pair: ModelPair) -> float | None:
     before, after = pair.source.cross_cache, pair.other.cross_cache
     return None if before is None or after is None else before.bytes_per_token / after.bytes_per_token
 
@@ -99,7 +101,7 @@ def _histogram(values_N: np.ndarray[Any, Any]) -> dict[str, list[float]]:
     return {"edges": _KL_EDGES, "shares": (counts / len(values_N)).tolist()}
 
 
-def _speedups(pair: Pair) -> list[dict[str, Any]]:
+def _speedups(pair: ModelPair) -> list[dict[str, Any]]:
     """One entry per point of the grid; none where the source was not timed beside the model."""
     if not pair.source.decode:
         return []
@@ -137,7 +139,7 @@ def _by_context(scores: PairScores, window: int, stride: int) -> list[dict[str, 
     return rows
 
 
-def _worst_documents(pair: Pair) -> list[dict[str, Any]]:
+def _worst_documents(pair: ModelPair) -> list[dict[str, Any]]:
     """Documents of at least 32 tokens whose perplexity grew most."""
     rows: list[dict[str, Any]] = []
     parts = zip(
@@ -189,7 +191,7 @@ def _token_row(
     }
 
 
-def _needle(pair: Pair) -> list[dict[str, Any]]:
+def _needle(pair: ModelPair) -> list[dict[str, Any]]:
     """How much more (or less) the model fetches than the source, paired by passage."""
     return [
         {"length": before.length, "gain_difference_nats": mean_estimate(gains(after) - gains(before))}
@@ -197,7 +199,7 @@ def _needle(pair: Pair) -> list[dict[str, Any]]:
     ]
 
 
-def _tasks(pair: Pair) -> list[dict[str, Any]]:
+def _tasks(pair: ModelPair) -> list[dict[str, Any]]:
     """Differences of task measures, paired by question."""
     return [
         {
@@ -209,7 +211,7 @@ def _tasks(pair: Pair) -> list[dict[str, Any]]:
     ]
 
 
-def _recovered(pair: Pair, pairs: Sequence[Pair]) -> dict[str, Any] | None:
+def _recovered(pair: ModelPair, pairs: Sequence[ModelPair]) -> dict[str, Any] | None:
     """Share of the log-perplexity that conversion lost and uptraining won back.
 
     The converted model is the last one named before the uptrained one that was not uptrained itself.

@@ -120,7 +120,8 @@ def test_a_build_can_fail_by_a_report(limit, code, capfd, monkeypatch, tmp_path)
 def test_a_budget_can_be_looked_at_before_anything_is_there(capsys):
     assert (
         run(
-            "uptrain", "x", "--data", "stdlib", "--fraction", "0.05", "--pretraining-tokens", "2e12", "--block", "4096",
+            "uptrain", "x", "--data", "stdlib", "--fraction", "0.05", "--pretraining-tokens", "2e12",
+            "--sequence-length", "4096",
             "--batch", "256", "-o", "out", "--dry-run",
         )
         == 0

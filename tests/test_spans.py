@@ -39,7 +39,9 @@ def test_lengths_are_those_of_t5():
 
 
 @settings(deadline=None, max_examples=60)
-@given(block=st.integers(6, 400), seed=st.integers(0, 2**32), density=st.floats(0.05, 0.6), span=st.floats(1, 8))
+@given(
+    sequence_length=st.integers(6, 400), seed=st.integers(0, 2**32), density=st.floats(0.05, 0.6), span=st.floats(1, 8)
+)
 def test_nothing_is_lost_and_lengths_are_as_counted(block, seed, density, span):
     corrupt = SpanCorruption(T5.sentinels, EOS, density, span)
     try:
@@ -97,7 +99,7 @@ def test_a_tokenizer_without_sentinels_is_refused_by_name():
     assert "--target-column" in refused.value.hint
 
 
-@pytest.mark.parametrize(("block", "why"), [(2, "too small"), (4096, "227 spans")])
+@pytest.mark.parametrize(("sequence_length", "why"), [(2, "too small"), (4096, "227 spans")])
 def test_blocks_that_cannot_be_corrupted_are_refused(block, why):
     with pytest.raises(UsageError, match=why):
         T5.tokens_for(block)

@@ -34,7 +34,9 @@ def uptrain(
     ] = None,
     tokens: Annotated[float | None, typer.Option(help=_help("tokens"))] = None,
     steps: Annotated[int | None, typer.Option(help=_help("steps"))] = None,
-    block: Annotated[int, typer.Option(help=_help("block"))] = _default("block"),
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", "--block", help=_help("sequence_length"))
+    ] = _default("sequence_length"),
     batch: Annotated[int, typer.Option(help=_help("batch"))] = _default("batch"),
     micro_batch: Annotated[int, typer.Option(help=_help("micro_batch"))] = _default("micro_batch"),
     isolate_documents: Annotated[bool, typer.Option("--isolate-documents", help=_help("isolate_documents"))] = False,
@@ -58,7 +60,7 @@ def uptrain(
     weight_decay: Annotated[float, typer.Option(help=_help("weight_decay"))] = _default("weight_decay"),
     beta1: Annotated[float, typer.Option(help="AdamW's decay of the mean gradient")] = _default("beta1"),
     beta2: Annotated[float, typer.Option(help="AdamW's decay of the squared gradient")] = _default("beta2"),
-    clip: Annotated[float, typer.Option(help=_help("clip"))] = _default("clip"),
+    max_grad_norm: Annotated[float, typer.Option(help=_help("max_grad_norm"))] = _default("max_grad_norm"),
     spike: Annotated[float, typer.Option(help=_help("spike"))] = _default("spike"),
     teacher: Annotated[str, typer.Option(help=_help("teacher"))] = _default("teacher"),
     no_teacher: Annotated[bool, typer.Option("--no-teacher", help="Learn from the text alone.")] = False,
@@ -78,7 +80,7 @@ def uptrain(
     seed: Annotated[int, typer.Option(help="of the order of the text")] = _default("seed"),
     log_every: Annotated[int, typer.Option(help=_help("log_every"))] = _default("log_every"),
     save_every: Annotated[int, typer.Option(help=_help("save_every"))] = _default("save_every"),
-    keep: Annotated[int, typer.Option(help=_help("keep"))] = _default("keep"),
+    save_total_limit: Annotated[int, typer.Option(help=_help("save_total_limit"))] = _default("save_total_limit"),
     eval_data: Annotated[str | None, typer.Option(help=_help("eval_data"))] = None,
     eval_every: Annotated[int, typer.Option(help=_help("eval_every"))] = _default("eval_every"),
     eval_tokens: Annotated[int, typer.Option(help="tokens of one held-out evaluation")] = _default("eval_tokens"),

@@ -19,23 +19,23 @@ from ..checkpoint.source import Checkpoint
 from ..console import info
 from ..errors import Interrupted, TrainingError
 from .data.mixture import Mixture, Part, describe, open_mixture
-from .data.objective import Exercise, choose_exercise
+from .data.objective import TrainingObjective, choose_objective
 from .estimate.budget import Budget, plan_budget, refuse_other_than_one
 from .estimate.cost import Shape, flops_per_token
 from .estimate.pretraining import resolve_pretraining
 from .loss.chunked import teach_in_chunks
-from .loss.hidden_states import Taps, refuse_unlike_layers
+from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from .models.dropout import keep_all_layers, set_dropout
 from .models.export import whole_weights, write_trained
 from .models.isolation import refuse_leaks
 from .models.liger import apply_liger, refuse_liger
 from .models.student import build_student, refuse_long_blocks, speed_up
 from .models.teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
-from .monitor.heldout import Follower, Watch, open_watch
+from .monitor.heldout import Follower, HeldoutText, open_heldout
 from .monitor.metrics import Clock, Metrics, say_progress
 from .monitor.trackers import chosen_trackers, logs_folder
 from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
-from .processes.devices import Abandoned, anyone, make_accelerator, peak_flops
+from .processes.devices import StopRequested, anyone, make_accelerator, peak_flops
 from .processes.signals import StopRequest, stop_on_signal
 from .settings import Resume, UptrainSettings
 from .state import Progress, Saves
@@ -125,26 +125,26 @@ def open_run(
     model = build_student(source, from_scratch, trust_remote_code)
     if settings.dropout is not None:
         set_dropout(model, settings.dropout)
-    refuse_long_blocks(settings.block, model.config)
-    exercise = choose_exercise(settings, tokenizer, model)
+    refuse_long_blocks(settings.sequence_length, model.config)
+    objective = choose_objective(settings, tokenizer, model)
     if settings.isolate_documents:
         refuse_leaks(model)
     freeze_the_rest(model, settings.train)
-    watch = open_watch(settings, tokenizer, model)
+    watch = open_heldout(settings, tokenizer, model)
     identity = {"checkpoint": source.digest(), "text": describe(parts), "teacher": digest_of(settings.teacher)}
     saves = Saves(out, settings, identity)
-    text = _Text(parts, exercise, tokenizer, watch)
+    text = _TrainingText(parts, objective, tokenizer, watch)
     return Run(accelerator, settings, budget, saves, source, model, text, from_scratch, trust_remote_code)
 
 
 @dataclass(frozen=True)
-class _Text:
+class _TrainingText:
     """What a run reads: the corpora, what it does with them, the tokenizer, and held-out text."""
 
     parts: Sequence[Part]
-    exercise: Exercise
+    objective: TrainingObjective
     tokenizer: Any
-    watch: Watch | None
+    watch: HeldoutText | None
 
 
 class Run:
@@ -158,7 +158,7 @@ class Run:
         saves: Saves,
         source: Checkpoint,
         model: Any,
-        text: _Text,
+        text: _TrainingText,
         from_scratch: bool,
         trust_remote_code: bool,
     ) -> None:
@@ -178,7 +178,7 @@ class Run:
         if needs_all and keep_all_layers(student):
             info("Layer drop is off: several processes and --hidden-weight need every layer in every step.")
         speed_up(student, settings)
-        taps = Taps(student) if settings.hidden_weight else None
+        taps = LayerOutputs(student) if settings.hidden_weight else None
         if taps is not None and self.teacher is not None and self.teacher.taps is not None:
             refuse_unlike_layers(taps, self.teacher.taps)
         if teach_in_chunks(student, taps).whole:
@@ -199,7 +199,7 @@ class Run:
         self._adjusted = progress.adjusted if progress else []
         self.step = progress.step if progress else 0
         self._saved = self.step
-        self.stream = Mixture(self._text.parts, self._text.exercise, progress.positions if progress else None)
+        self.stream = Mixture(self._text.parts, self._text.objective, progress.positions if progress else None)
         self._read = self.stream.read
         self._guard = SpikeGuard(settings.spike, progress.losses if progress else ())
         self.accelerator.init_trackers("headfold", _plain(settings))
@@ -242,7 +242,7 @@ class Run:
         try:
             self.follower.begin(self._student(), self.step, self._due(self.settings.eval_every))
             self._train(stop)
-        except Abandoned:
+        except StopRequested:
             raise Interrupted(
                 f"Stopped by a signal at step {self.step} of {self.budget.steps}; {self._save()}.",
                 "Run the same command to go on from the newest save.",
@@ -267,7 +267,7 @@ class Run:
             if self._due(self.settings.save_every):
                 self._save()
             if anyone(self.accelerator, bool(stop)) and self.step < self.budget.steps:
-                raise Abandoned
+                raise StopRequested
         self._guard.refuse_end(self.step)
 
     def _reached(self) -> Progress:

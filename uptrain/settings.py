@@ -35,7 +35,7 @@ class UptrainSettings(BaseModel):
     tokens: int | None = Field(None, gt=0, description="budget in tokens, instead of a fraction")
     steps: int | None = Field(None, gt=0, description="budget in optimizer steps, instead of tokens")
 
-    block: int = Field(512, gt=1, description="tokens of one packed block")
+    sequence_length: int = Field(512, gt=1, description="tokens of one packed block")
     batch: int = Field(8, gt=0, description="blocks of one optimizer step, over all processes")
     micro_batch: int = Field(8, gt=0, description="blocks of one forward pass on one process")
     isolate_documents: bool = Field(False, description="no attention across the documents packed into one block")
@@ -65,7 +65,7 @@ class UptrainSettings(BaseModel):
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms and biases")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    max_grad_norm: float = Field(1.0, gt=0, description="largest norm of the gradient")
     spike: float = Field(
         3.0, ge=0, description="stop when the loss stays this many times above its recent median; 0: never"
     )
@@ -98,7 +98,7 @@ class UptrainSettings(BaseModel):
 
     log_every: int = Field(10, gt=0, description="steps between two lines of progress")
     save_every: int = Field(200, gt=0, description="steps between two saves that a run can resume from")
-    keep: int = Field(2, gt=0, description="saves to keep")
+    save_total_limit: int = Field(2, gt=0, description="saves to keep")
     eval_data: str | None = Field(None, description="held-out corpus to follow during the run")
     eval_every: int = Field(
         0, ge=0, description="steps between two held-out evaluations; 0: at the start and the end only"
@@ -122,12 +122,12 @@ class UptrainSettings(BaseModel):
 
 
 # What `--resume always` may change besides: a run that diverged can go on more carefully. The record tells it.
-ADJUSTABLE = frozenset({"learning_rate", "final_learning_rate", "clip"})
+ADJUSTABLE = frozenset({"learning_rate", "final_learning_rate", "max_grad_norm"})
 
 # What may change when a run resumes: how it is watched and saved, and how it computes the same thing.
 FREE_ON_RESUME = frozenset(
     {
-        "log_every", "save_every", "keep", "micro_batch", "device", "eval_data", "eval_every", "eval_tokens",
-        "tracker", "spike", "gradient_checkpointing", "compile", "liger",
+        "log_every", "save_every", "save_total_limit", "micro_batch", "device", "eval_data", "eval_every",
+        "eval_tokens", "tracker", "spike", "gradient_checkpointing", "compile", "liger",
     }
 )  # fmt: skip

@@ -34,7 +34,7 @@ class Progress:
     """How far a run has come: optimizer steps done, where each corpus stands, and the last losses without spikes.
 
     Attributes:
-        adjusted: what was changed on the way, each time with the step: ``{"step": 9, "clip": [1.0, 0.5]}``.
+        adjusted: what was changed on the way, each time with the step: ``{"step": 9, "max_grad_norm": [1.0, 0.5]}``.
     """
 
     step: int
@@ -88,7 +88,7 @@ class Saves:
                 "Free some space; the same command continues from the save before.",
             ) from problem
         if accelerator.is_main_process:
-            for old in list(self.complete())[self._settings.keep :]:
+            for old in list(self.complete())[self._settings.save_total_limit :]:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
 

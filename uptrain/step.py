@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import TrainingError
-from .data.batches import Batch
+from .data.batches import TrainingBatch
 from .estimate.budget import refuse_uneven
 from .loss.chunked import Lesson
-from .loss.token_losses import Objective, Sums
+from .loss.token_losses import LossSums, TrainingLoss
 from .models.teacher import Teacher
 from .optim import set_learning_rate
-from .processes.devices import Abandoned, anyone
+from .processes.devices import StopRequested, anyone
 from .settings import UptrainSettings
 
 
@@ -71,29 +71,29 @@ class Stepper:
         refuse_uneven(settings.batch, accelerator.num_processes)
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._settings, self._teacher = settings, teacher
-        self._objective = Objective(
+        self._objective = TrainingLoss(
             settings.distillation_weight, settings.temperature, settings.divergence, settings.hidden_weight
         )
         self.learning_rate = learning_rate
         self.asked: Callable[[], bool] = lambda: False
         self._look_every = 1
 
-    def __call__(self, step: int, batch: Batch) -> StepResult:
+    def __call__(self, step: int, batch: TrainingBatch) -> StepResult:
         """Do step ``step`` with this process's share of its batch.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the weights are left as they were.
-            Abandoned: a process was asked to stop, and the step takes long.
+            StopRequested: a process was asked to stop, and the step takes long.
         """
         began, random_state = time.perf_counter(), _random_state()
         targets = batch.targets  # of all processes
-        totals = torch.zeros(len(Sums._fields), device=self._accelerator.device)
+        totals = torch.zeros(len(LossSums._fields), device=self._accelerator.device)
         micro_batches = list(batch.split(self._settings.micro_batch))
         for index, micro in enumerate(micro_batches):
             if index and index % self._look_every == 0 and self._abandons(began):
                 self._optimizer.zero_grad()
                 _set_random_state(random_state)
-                raise Abandoned
+                raise StopRequested
             last = index == len(micro_batches) - 1
             # FSDP2 would keep the whole gradient on every device where it does not share it out at once
             together = last or self._accelerator.is_fsdp2
@@ -103,7 +103,7 @@ class Stepper:
                 self._accelerator.backward(sums.loss * (self._accelerator.num_processes / max(1, targets)))
             totals += torch.stack([one.detach() for one in sums])
         means: Tensor = self._accelerator.reduce(totals, "sum") / max(1, targets)
-        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.clip)
+        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
         loss, cross_entropy, divergence, hidden = means.tolist()
         result = StepResult(loss, cross_entropy, divergence, hidden, float(_whole(norm)), targets)
         self._refuse_what_is_no_number(step, result)
@@ -125,7 +125,7 @@ class Stepper:
         mean = self._accelerator.reduce(torch.tensor(seconds, device=self._accelerator.device), "mean")
         return max(1, int(_PATIENCE_SECONDS / 2 * micro_batches / max(float(mean), 1e-9)))
 
-    def _sums(self, micro: Batch) -> Sums:
+    def _sums(self, micro: TrainingBatch) -> LossSums:
         """Summed losses of one micro-batch, ``loss`` with its gradient."""
         inputs, keep_MT, targets_N = micro.inputs, micro.keep_BT, micro.targets_N
         teacher_NX, split, layers_MTC = None, None, None
@@ -133,7 +133,7 @@ class Stepper:
             states_MTX, layers_MTC = self._teacher.features(**inputs)
             teacher_NX, split = states_MTX[keep_MT], self._teacher.split
         lesson = Lesson(self._objective, keep_MT, targets_N, teacher_NX, split, layers_MTC)
-        sums: Sums = self._model(lesson=lesson, use_cache=False, **inputs)
+        sums: LossSums = self._model(lesson=lesson, use_cache=False, **inputs)
         return sums
 
     def _refuse_what_is_no_number(self, step: int, result: StepResult) -> None:
@@ -141,8 +141,8 @@ class Stepper:
             raise TrainingError(
                 f"At step {step + 1} the loss is {result.loss} and the gradient norm {result.gradient_norm}: "
                 "the run diverged.",
-                "The saves before are intact: go on from them with a lower --learning-rate or --clip and --resume "
-                "always, or begin anew with --resume never.",
+                "The saves before are intact: go on from them with a lower --learning-rate or --max-grad-norm and "
+                "--resume always, or begin anew with --resume never.",
             )
 
 
@@ -163,8 +163,8 @@ def _whole(norm: Any) -> Any:
 
 
 _AFTER_A_SPIKE = (
-    "The saves are from before: go on from them with a lower --learning-rate or --clip and --resume always, or look at "
-    "the text of these steps. --spike 0 goes on regardless."
+    "The saves are from before: go on from them with a lower --learning-rate or --max-grad-norm and --resume always, "
+    "or look at the text of these steps. --spike 0 goes on regardless."
 )
 
 

@@ -19,13 +19,13 @@ from ... import console
 from ...checkpoint.load import is_seq2seq, load_config, load_language_model
 from ...corpus import Corpus, Encoder
 from ...errors import DataError, UnsupportedError
-from .statistics import TOKENS, Statistics, Sums, writing_statistics
+from .statistics import TOKENS, MomentSums, Statistics, writing_statistics
 
 _IN_MEMORY_SHARE = 0.5
 """Weights stay on disk where they would take more than this share of the memory that is free."""
 
 
-def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> Tensor:
+def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length: int) -> Tensor:
     """The first ``tokens`` tokens of a corpus, packed: documents follow each other with the tokenizer's separator.
 
     Returns:
@@ -34,21 +34,21 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, block: int) -> 
     Raises:
         DataError: the corpus gives fewer tokens than one block.
     """
-    wanted = max(tokens // block, 1) * block
+    wanted = max(tokens // sequence_length, 1) * sequence_length
     encode, ids = Encoder(tokenizer), list[int]()
     for document in corpus:
         if len(ids) >= wanted:
             break
         ids.extend(encode(document.text))
-    whole = min(len(ids), wanted) // block
+    whole = min(len(ids), wanted) // sequence_length
     if whole == 0:
         raise DataError(
-            f"The calibration text {corpus.spec} gives {len(ids)} tokens, fewer than one block of {block}.",
+            f"The calibration text {corpus.spec} gives {len(ids)} tokens, fewer than one block of {sequence_length}.",
             "Give more text with --calibration.",
         )
-    if whole * block < wanted:
-        console.warn(f"The calibration text {corpus.spec} gives only {whole * block:,} of {wanted:,} tokens.")
-    return torch.tensor(ids[: whole * block]).view(whole, block)
+    if whole * sequence_length < wanted:
+        console.warn(f"The calibration text {corpus.spec} gives only {whole * sequence_length:,} of {wanted:,} tokens.")
+    return torch.tensor(ids[: whole * sequence_length]).view(whole, sequence_length)
 
 
 def input_projections(model: nn.Module) -> list[str]:
@@ -114,7 +114,7 @@ def collect_statistics(
     return Statistics.open(file)
 
 
-def _adding(sums: Sums, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+def _adding(sums: MomentSums, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         sums.add(layer, inputs[0].flatten(0, -2))
 

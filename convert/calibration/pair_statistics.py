@@ -19,9 +19,9 @@ from torch import Tensor
 from ... import console
 from ...errors import UnsupportedError
 from ...spans import SpanCorruption
-from ..family.attention_layer import Block
+from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import side
-from .statistics import TOKENS, Statistics, Sums, writing_statistics
+from .statistics import TOKENS, MomentSums, Statistics, writing_statistics
 
 
 def corrupted(blocks_NB: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def collect_pair_statistics(
     sources_NS: Tensor,
     targets_NT: Tensor,
     file: Path,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionLayer],
     *,
     metadata: dict[str, str],
     batch_tokens: int = 4096,
@@ -96,7 +96,7 @@ def collect_pair_statistics(
     return Statistics.open(file)
 
 
-def _adding(sums: Sums, place: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
+def _adding(sums: MomentSums, place: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
     def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         sums.add(place, inputs[0].flatten(0, -2))
 

@@ -87,7 +87,7 @@ class Statistics:
             )
 
 
-class Sums:
+class MomentSums:
     """The second moments of a file in the making, as sums that grow in place.
 
     They lie in the file from the start, because for a large model they are larger than a layer of it; a matrix is
@@ -125,7 +125,7 @@ class Sums:
 @contextmanager
 def writing_statistics(
     file: Path, hidden: Sequence[int], metadata: dict[str, str], *, crossing: Sequence[int] = ()
-) -> Iterator[Sums]:
+) -> Iterator[MomentSums]:
     """Give sums to add to; when the block ends well, ``file`` appears with their means.
 
     Args:
@@ -143,7 +143,7 @@ def writing_statistics(
         with unfinished.open("wb") as stream:
             stream.write(header)
             stream.truncate(len(header) + 8 * sum(width * width for width in widths))
-        sums = Sums(unfinished, widths, len(header))
+        sums = MomentSums(unfinished, widths, len(header))
         yield sums
         sums.divide()
         unfinished.replace(file)

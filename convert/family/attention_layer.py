@@ -25,7 +25,7 @@ _FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORE
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionLayer:
     """One attention block, by the names of its tensors on disk.
 
     Attributes:
@@ -84,7 +84,7 @@ class Block:
 
 def find_blocks(
     checkpoint: Checkpoint, many: PreTrainedModel, few: PreTrainedModel, numbers: Numbers, fused: str | None
-) -> list[Block]:
+) -> list[AttentionLayer]:
     """The blocks whose tensors follow the number of KV heads, in the order of the class.
 
     Args:
@@ -128,7 +128,7 @@ def _key_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     return projection.parameters() if isinstance(projection, nn.Module) else iter(())
 
 
-def in_order(model: PreTrainedModel, blocks: list[Block]) -> tuple[Block, ...]:
+def in_order(model: PreTrainedModel, blocks: list[AttentionLayer]) -> tuple[AttentionLayer, ...]:
     """Blocks as the class lists them, numbered from 0."""
     order = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     ranked = sorted(blocks, key=lambda block: order[block.module])
@@ -183,7 +183,7 @@ class _Finder:
             if not name.endswith("bias")
         )
 
-    def block(self, module: str, changes: list[Change]) -> Block:
+    def block(self, module: str, changes: list[Change]) -> AttentionLayer:
         """The names of one block's tensors, each checked against the shape that the class expects."""
         stored = self._stored(changes)
         holders = {role: self._holder(stored, role) for role in ("k", "v", "k_bias", "v_bias")}
@@ -196,7 +196,7 @@ class _Finder:
         if head_dim not in self._rotary:
             self._rotary[head_dim] = rotary_of(self.model, self.model.get_submodule(module), head_dim)
         leaf = next((leaf for leaf in OUTPUTS if f"{module}.{leaf}.weight" in self.expected), "o_proj.linear")
-        block = Block(
+        block = AttentionLayer(
             layer=0,
             module=module,
             k=k,

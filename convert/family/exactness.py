@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import TensorInfo
 
 if TYPE_CHECKING:
-    from .attention_layer import Block
+    from .attention_layer import AttentionLayer
 
 QUERIES = ("q_proj", "q_proj.linear", "q")
 """Names that classes give to the projection that makes the queries."""
@@ -33,7 +33,7 @@ _SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
 
 
 def reason_against_rewriting(
-    model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorInfo], query_heads: int
+    model: PreTrainedModel, block: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
     """Why a change of basis inside the heads would not be exact, or None."""
     config = model.config.get_text_config()

@@ -17,7 +17,7 @@ from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..rewrites.encoder_decoder import PAIRS
 from ..serving import ignored_by
-from .attention_layer import Block, find_blocks, in_order, refuse_left_behind
+from .attention_layer import AttentionLayer, find_blocks, in_order, refuse_left_behind
 from .kv_config import KvSetting, kv_settings, with_kv_heads
 from .kv_parameters import Numbers
 from .meta_model import build, known_type, model_class, resolved_config
@@ -81,7 +81,7 @@ class Family:
     query_heads: int
     kv_heads: int
     initializer_range: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionLayer, ...]
     caches_all_heads: bool = False
     notes: tuple[str, ...] = ()
 
@@ -207,13 +207,13 @@ def _spread(text: Any) -> float:
 
 def _find_blocks(
     checkpoint: Checkpoint, cls: type[PreTrainedModel], counts: HeadCounts, groups: int
-) -> tuple[Block, ...]:
+) -> tuple[AttentionLayer, ...]:
     """The class with the source's KV heads against the class with one of its settings lowered, for each setting."""
     lowered = [setting for setting in counts.settings if setting.heads > 1]
     if not lowered:
         return ()
     config = with_kv_heads(checkpoint.config, counts.settings)
-    many, blocks = build(cls, config), list[Block]()
+    many, blocks = build(cls, config), list[AttentionLayer]()
     fused = FUSED_LAYOUTS.get(known_type(checkpoint.config))
     for setting in lowered:
         fewer = groups if groups < setting.heads else setting_counts(setting)[-2]
@@ -226,7 +226,9 @@ def _find_blocks(
     return in_order(many, blocks)
 
 
-def _notes(model_type: str, blocks: tuple[Block, ...], checkpoint: Checkpoint, caches_all_heads: bool) -> Iterator[str]:
+def _notes(
+    model_type: str, blocks: tuple[AttentionLayer, ...], checkpoint: Checkpoint, caches_all_heads: bool
+) -> Iterator[str]:
     if caches_all_heads:
         yield f"{model_type} caches every query head whatever its KV heads: this saves weights, but no KV cache"
     ignored = ignored_by(model_type)
@@ -242,7 +244,7 @@ def _notes(model_type: str, blocks: tuple[Block, ...], checkpoint: Checkpoint, c
         yield "convolutions over keys and values are averaged apart from their rows, which is approximate"
 
 
-def full_width_norm(block: Block, checkpoint: Checkpoint) -> bool:
+def full_width_norm(block: AttentionLayer, checkpoint: Checkpoint) -> bool:
     """True when one norm spans all key heads of the block."""
     return any(
         stored.layout == "k_norm" and not stored.numbered and len(checkpoint.tensors[stored.names[0]].shape) == 1

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from .attention_layer import Block
+from .attention_layer import AttentionLayer
 
 _TURNS = {"aligned": ("a phase", "a rotation"), "aligned+rescale": ("a phase", "a rotation")}
 _FREE = ("a complex number", "any invertible map")
 """For a rotary plane, and for rows that are not rotated; what ``aligned`` uses of it, and all that is exact."""
 
 
-def freedom(block: Block, method: str) -> str:
+def freedom(block: AttentionLayer, method: str) -> str:
     """What ``method`` turns in one block: ``keys: a complex number per rotary plane; values: any invertible map``."""
     plane, rows = _TURNS.get(method, _FREE)
     return f"keys: {_of_keys(block, plane, rows)}; values: {rows}"
 
 
-def _of_keys(block: Block, plane: str, rows: str) -> str:
+def _of_keys(block: AttentionLayer, plane: str, rows: str) -> str:
     if block.keys_normed:
         return "a sign per rotary plane or row, or a phase where the two weights of the q/k norm are equal"
     rotated = 0 if block.rotary is None or block.rotary.layout == "none" else block.rotary.dim

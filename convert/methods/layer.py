@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
-from ..family.attention_layer import Block
+from ..family.attention_layer import AttentionLayer
 from ..family.family import Family, full_width_norm
 from .attention import Attention, Rotary, permuted
 from .grouping import similarity_order
@@ -25,7 +25,7 @@ _SEEDED = ("k", "v", "k_bias", "v_bias", "k_conv", "v_conv", "k_taps", "v_taps")
 """Roles in the order of their seeds, so that no two tensors of a block get the same random numbers."""
 
 
-def new_tensors(plan: Plan, block: Block, context: MethodContext) -> dict[str, Tensor]:
+def new_tensors(plan: Plan, block: AttentionLayer, context: MethodContext) -> dict[str, Tensor]:
     """The tensors of one block that change, by disk name, in the shapes of the result."""
     source, family, pool = plan.source, plan.family, plan.method.pool
     if not plan.rewrites_queries:
@@ -43,7 +43,7 @@ def new_tensors(plan: Plan, block: Block, context: MethodContext) -> dict[str, T
     return followers | disk_tensors(family, block, merged, _merged_norms(plan, block, order, context))
 
 
-def _pooled(plan: Plan, block: Block, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
+def _pooled(plan: Plan, block: AttentionLayer, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
     """Role → heads, those of keys and values merged by a method that treats every tensor alone.
 
     Args:
@@ -63,7 +63,7 @@ def _pooled(plan: Plan, block: Block, order: Sequence[int], context: MethodConte
     return merged
 
 
-def _merged_norms(plan: Plan, block: Block, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
+def _merged_norms(plan: Plan, block: AttentionLayer, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
     """Norms with weights of every head, beside a method that rewrites the block: their mean, as `mean` takes it.
 
     A norm over all heads decides on its keys as well, so these come from there too.
@@ -90,7 +90,7 @@ def _merge_full_width(
     return {"k": k_GDC, "k_norm": norm_GD} | ({} if bias_GD is None else {"k_bias": bias_GD})
 
 
-def _read_heads(source: Checkpoint, family: Family, block: Block) -> dict[str, Tensor]:
+def _read_heads(source: Checkpoint, family: Family, block: AttentionLayer) -> dict[str, Tensor]:
     """Role → (heads, R, …) of every tensor that follows the KV heads, in the dtype on disk."""
     found: dict[str, Tensor] = {}
     for stored in block.stored:
@@ -99,7 +99,7 @@ def _read_heads(source: Checkpoint, family: Family, block: Block) -> dict[str, T
     return found
 
 
-def read_attention(source: Checkpoint, family: Family, block: Block) -> Attention:
+def read_attention(source: Checkpoint, family: Family, block: AttentionLayer) -> Attention:
     """One block of a checkpoint as heads, in float32 (float64 stays).
 
     What acts beside the projections (gates, sinks) is left out, and keys that are the values as well come twice: only a
@@ -130,7 +130,7 @@ def read_attention(source: Checkpoint, family: Family, block: Block) -> Attentio
 
 
 def disk_tensors(
-    family: Family, block: Block, attention: Attention, norms: Mapping[str, Tensor] | None = None
+    family: Family, block: AttentionLayer, attention: Attention, norms: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Every tensor of the block that holds a part of ``attention``, by disk name; the inverse of reading.
 
@@ -155,7 +155,7 @@ def disk_tensors(
     return made
 
 
-def _joined(block: Block, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
+def _joined(block: AttentionLayer, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for stored in block.stored:
         made |= stored.join(heads, query_heads, groups)

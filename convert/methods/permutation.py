@@ -21,7 +21,7 @@ from ..family.layout import Stored
 from .attention import query_order
 
 if TYPE_CHECKING:
-    from ..family.attention_layer import Block
+    from ..family.attention_layer import AttentionLayer
 
 _OUTPUT = rf"({'|'.join(OUTPUTS)})"
 _BY_HEAD: tuple[tuple[str, int], ...] = (
@@ -46,7 +46,7 @@ _GATE_BEHIND_QUERIES = re.compile(r"q_proj\(hidden_states\)\.view\([^)]*head_dim
 
 def places(
     model: PreTrainedModel,
-    block: Block,
+    block: AttentionLayer,
     tensors: Mapping[str, TensorInfo],
     on_disk: Callable[[str], str | None],
     query_heads: int,
@@ -91,7 +91,9 @@ def _axis(name: str, shape: tuple[int, ...], query_heads: int, keys_alike: bool)
     return axis if axis is not None and shape[axis] % query_heads == 0 else None
 
 
-def _reason(model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorInfo], query_heads: int) -> str | None:
+def _reason(
+    model: PreTrainedModel, block: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
+) -> str | None:
     """Why heads cannot change places, or why nothing is known of how alike they are."""
     config = model.config.get_text_config()
     code = code_of(type(model.get_submodule(block.module)).forward)
@@ -114,7 +116,7 @@ def _reason(model: PreTrainedModel, block: Block, tensors: Mapping[str, TensorIn
 
 
 def moved(
-    source: Checkpoint, block: Block, order: Sequence[int], query_heads: int, *, besides: Collection[str] = ()
+    source: Checkpoint, block: AttentionLayer, order: Sequence[int], query_heads: int, *, besides: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """The tensors that go along when KV head ``order[j]`` moves to place ``j``, by disk name.
 

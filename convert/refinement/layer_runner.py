@@ -29,7 +29,7 @@ def layer_index(module: str) -> int:
 
 
 @dataclass(frozen=True)
-class Layer:
+class DecoderLayer:
     """One decoder layer and how the model calls it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Layer:
         raise AssertionError(f"{self.reader} did not run")
 
 
-def decoder_layers(model: Any, readers: Sequence[str], ids_BT: Tensor) -> list[Layer]:
+def decoder_layers(model: Any, readers: Sequence[str], ids_BT: Tensor) -> list[DecoderLayer]:
     """The decoder layers in order, with the arguments that the model gives them for any blocks like ``ids_BT``.
 
     Args:
@@ -86,7 +86,7 @@ def decoder_layers(model: Any, readers: Sequence[str], ids_BT: Tensor) -> list[L
         raise _no_chain(model)
     inner = {int(place["index"]): place["inner"] for place in places if place}
     stack = list(model.get_submodule(stacks.pop()))
-    watch = _Watch(len(ids_BT))
+    watch = _InputRecorder(len(ids_BT))
     with ExitStack() as handles, torch.no_grad():
         for module in stack:
             handles.callback(module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
@@ -95,7 +95,7 @@ def decoder_layers(model: Any, readers: Sequence[str], ids_BT: Tensor) -> list[L
     if not watch.plain or len(watch.arguments) != len(stack) or watch.states is None:
         raise _no_chain(model)
     hidden = watch.states.shape[-1]
-    return [Layer(module, inner.get(i), watch.arguments[i], hidden) for i, module in enumerate(stack)]
+    return [DecoderLayer(module, inner.get(i), watch.arguments[i], hidden) for i, module in enumerate(stack)]
 
 
 def _no_chain(model: Any) -> UnsupportedError:
@@ -105,7 +105,7 @@ def _no_chain(model: Any) -> UnsupportedError:
     )
 
 
-class _Watch:
+class _InputRecorder:
     """Hooks that record what each layer is given in one forward pass.
 
     Attributes:
@@ -159,7 +159,7 @@ def _stop_with_output(module: nn.Module, arguments: tuple[Any, ...], output: Any
     raise _Reached(first_tensor(output))
 
 
-def first_inputs(model: Any, layer: Layer, blocks_NT: Tensor, batch: int, out_NTC: Tensor) -> None:
+def first_inputs(model: Any, layer: DecoderLayer, blocks_NT: Tensor, batch: int, out_NTC: Tensor) -> None:
     """Write what enters the first layer to ``out_NTC``, ``batch`` blocks at once."""
 
     def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def first_inputs(model: Any, layer: Layer, blocks_NT: Tensor, batch: int, out_NT
 
 
 @contextmanager
-def held(layer: Layer, device: torch.device) -> Iterator[tuple[Layer, dict[Tensor, torch.dtype]]]:
+def held(layer: DecoderLayer, device: torch.device) -> Iterator[tuple[DecoderLayer, dict[Tensor, torch.dtype]]]:
     """Hold one layer in float32 on ``device``.
 
     Afterwards its weights are back where they were, in the dtype that they had; those that accelerate keeps on disk

@@ -16,7 +16,7 @@ from ...checkpoint.header import TensorInfo, torch_dtype
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from ..calibration.collect import load_for_calibration
-from ..family.attention_layer import Block
+from ..family.attention_layer import AttentionLayer
 from ..family.meta_model import memory_names
 from .fit import RefineSettings
 from .layer_runner import decoder_layers, layer_index
@@ -30,7 +30,7 @@ _GLANCE = 8
 def refine_folder(
     source: Path,
     folder: Path,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionLayer],
     text_NT: Tensor,
     settings: RefineSettings,
     *,
@@ -93,7 +93,7 @@ def identity_of(
 def require_refinable(
     load: Callable[[], Any],
     source: Checkpoint,
-    blocks: Sequence[Block],
+    blocks: Sequence[AttentionLayer],
     text_NT: Tensor,
     settings: RefineSettings,
     work: RefineWork,
@@ -121,7 +121,7 @@ def require_refinable(
     work.require_place(count, length, first.hidden)
 
 
-def reading_modules(blocks: Sequence[Block]) -> list[str]:
+def reading_modules(blocks: Sequence[AttentionLayer]) -> list[str]:
     """Names of the modules whose input is the attention's input, block by block."""
     return [f"{block.module}.{block.reads}" for block in blocks]
 

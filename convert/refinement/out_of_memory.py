@@ -32,5 +32,7 @@ def fitting(device: torch.device | str, doing: str, needs: Callable[[], str]) ->
         on_cpu = torch.device(device).type == "cpu"
         raise HeadfoldError(
             f"{doing} ran out of memory on {device}: {needs()}.",
-            "Give a smaller --block." if on_cpu else "Give --device cpu, which takes longer, or a smaller --block.",
+            "Give a smaller --sequence-length."
+            if on_cpu
+            else "Give --device cpu, which takes longer, or a smaller --sequence-length.",
         ) from problem

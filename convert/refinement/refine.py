@@ -21,7 +21,7 @@ from ...errors import DataError, UnsupportedError
 from ..calibration.collect import input_projections
 from ..family.exactness import OUTPUTS
 from .fit import RefineSettings, Task, fit, learning_only
-from .layer_runner import Layer, decoder_layers, first_inputs, first_tensor, held, mapped
+from .layer_runner import DecoderLayer, decoder_layers, first_inputs, first_tensor, held, mapped
 from .out_of_memory import fitting
 from .resume import LayerFit, RefineWork
 
@@ -79,7 +79,7 @@ def refine_layers(
     return work.fits
 
 
-def _needs(layers: Sequence[Layer], tokens: int) -> str:
+def _needs(layers: Sequence[DecoderLayer], tokens: int) -> str:
     """What the largest layer holds: weights in float32; of those that are fitted also gradient, moments and copy."""
     sizes = []
     for layer in layers:
@@ -122,7 +122,7 @@ class _Walk:
     def states(self, kind: str, layer: int) -> Tensor:
         return self.work.states(kind, layer, self.shape)
 
-    def step(self, index: int, original: Layer, layer: Layer, advance: Advance, *, last: bool) -> None:
+    def step(self, index: int, original: DecoderLayer, layer: DecoderLayer, advance: Advance, *, last: bool) -> None:
         """Bring both models' states past one layer, and fit the converted one where it has attention.
 
         Args:
@@ -146,7 +146,7 @@ class _Walk:
         self.work.finish(index, found, tensors)
 
     @torch.no_grad()
-    def _follow(self, index: int, original: Layer) -> Target | None:
+    def _follow(self, index: int, original: DecoderLayer) -> LayerTarget | None:
         """Run one layer of the source; what its attention block is wanted to give, or None where it has none."""
         wanted_NTC, after_NTC = self.states("source", index), self.states("source", index + 1)
         if original.reader is None:
@@ -166,11 +166,11 @@ class _Walk:
             variances.append((_mean_square(stream_BTC - given_BTC) * weights_BT).mean().item())
             weights.append(weights_BT.cpu())
             targets_BTC.copy_(stream_BTC - h_BTC.to(self.device) if plain else stream_BTC)
-        return Target(targets_NTC, torch.cat(weights), sum(variances) / len(variances), plain)
+        return LayerTarget(targets_NTC, torch.cat(weights), sum(variances) / len(variances), plain)
 
 
 @dataclass(frozen=True)
-class Target:
+class LayerTarget:
     """What the source does in one layer, for the converted layer to be fitted to.
 
     Attributes:
@@ -184,12 +184,12 @@ class Target:
     variance: float
     plain: bool
 
-    def task(self, layer: Layer, h_NTC: Tensor, batch: int, device: torch.device) -> Task:
+    def task(self, layer: DecoderLayer, h_NTC: Tensor, batch: int, device: torch.device) -> Task:
         call = layer.attended if self.plain else layer
         return Task(call, h_NTC, self.targets_NTC, self.weights_NT, self.variance, batch, device)
 
 
-def _adds(original: Layer, wanted_BTC: Tensor) -> bool:
+def _adds(original: DecoderLayer, wanted_BTC: Tensor) -> bool:
     """Whether a module of the layer reads its input plus what the attention block puts out."""
     read: list[Tensor] = []
 
@@ -204,7 +204,7 @@ def _adds(original: Layer, wanted_BTC: Tensor) -> bool:
     return any(torch.equal(candidate, wanted_BTC + added_BTC) for candidate in read)
 
 
-def _run(original: Layer, wanted_BTC: Tensor) -> tuple[Tensor, Tensor]:
+def _run(original: DecoderLayer, wanted_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """(what the attention block puts out, what the layer puts out)."""
     added: list[Tensor] = []
 

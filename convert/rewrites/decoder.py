@@ -33,7 +33,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Layer:
+class NeutralLayer:
     """One decoder layer.
 
     ``mlp_norm`` is None where attention and MLP read the output of the same norm. Both norms stand before what they
@@ -114,7 +114,7 @@ class Decoder:
     settings: Settings
     embedding: Lazy
     positions: Lazy | None
-    layers: tuple[Layer, ...]
+    layers: tuple[NeutralLayer, ...]
     final_norm: Norm | None
     head: Linear | None
     embedding_norm: Norm | None = None
@@ -122,7 +122,7 @@ class Decoder:
     project_out: Linear | None = None
 
 
-def without_norms(layer: Layer) -> Layer:
+def without_norms(layer: NeutralLayer) -> NeutralLayer:
     """The same layer with norms that only normalise: their weights and biases go into the layers that read them.
 
     ``W (γ ∘ n + β) + b = (W ∘ γ) n + (W β + b)``, computed in float32.

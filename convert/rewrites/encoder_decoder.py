@@ -38,7 +38,7 @@ FAILS = "vLLM, SGLang, TensorRT-LLM and llama.cpp do not know the type, and othe
 
 
 @dataclass(frozen=True)
-class Pair:
+class EncoderDecoderType:
     """How one type becomes ours.
 
     Attributes:
@@ -79,20 +79,24 @@ _TABLE = {"embedding_norm": True, "positions": "table", "position_offset": 2}
 _WAVES = {"embedding_norm": False, "positions": "waves", "position_offset": 0}
 _PAST_PADDING = {**_WAVES, "positions": "waves_past_padding"}
 
-PAIRS: dict[str, Pair] = {
-    "t5": Pair("headfold_t5", ("T5ForConditionalGeneration", "T5Model", "T5WithLMHeadModel"), _t5_settings),
-    "mt5": Pair("headfold_t5", ("MT5ForConditionalGeneration", "MT5Model"), _t5_settings),
-    "bart": Pair("headfold_bart", ("BartForConditionalGeneration", "BartModel"), _bart_settings(**_POST, **_TABLE)),
-    "mbart": Pair(
+PAIRS: dict[str, EncoderDecoderType] = {
+    "t5": EncoderDecoderType(
+        "headfold_t5", ("T5ForConditionalGeneration", "T5Model", "T5WithLMHeadModel"), _t5_settings
+    ),
+    "mt5": EncoderDecoderType("headfold_t5", ("MT5ForConditionalGeneration", "MT5Model"), _t5_settings),
+    "bart": EncoderDecoderType(
+        "headfold_bart", ("BartForConditionalGeneration", "BartModel"), _bart_settings(**_POST, **_TABLE)
+    ),
+    "mbart": EncoderDecoderType(
         "headfold_bart",
         ("MBartForConditionalGeneration", "MBartModel"),
         _bart_settings(**_PRE, **_TABLE, starts_with_last_token=True),
     ),
-    "marian": Pair("headfold_bart", ("MarianMTModel", "MarianModel"), _bart_settings(**_POST, **_WAVES)),
-    "pegasus": Pair(
+    "marian": EncoderDecoderType("headfold_bart", ("MarianMTModel", "MarianModel"), _bart_settings(**_POST, **_WAVES)),
+    "pegasus": EncoderDecoderType(
         "headfold_bart", ("PegasusForConditionalGeneration", "PegasusModel"), _bart_settings(**_PRE, **_WAVES)
     ),
-    "m2m_100": Pair(
+    "m2m_100": EncoderDecoderType(
         "headfold_bart", ("M2M100ForConditionalGeneration", "M2M100Model"), _bart_settings(**_PRE, **_PAST_PADDING)
     ),
 }

@@ -17,7 +17,7 @@ from . import sources, sources_own
 from .decoder import Decoder, Settings
 from .reader import Reader
 from .retyped import RewrittenCheckpoint, headers_of
-from .targets import GPT_BIGCODE, NEMOTRON, PHI, Target
+from .targets import GPT_BIGCODE, NEMOTRON, PHI, TargetType
 from .targets_own import OWN_DECODER
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "task_specific_params")
@@ -25,7 +25,7 @@ _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceType:
     """A source type.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row:
         demands: (test of the resolved config that must hold, why not otherwise).
     """
 
-    targets: Callable[[Any], tuple[Target, ...]]
+    targets: Callable[[Any], tuple[TargetType, ...]]
     settings: Callable[[Any], Settings]
     read: Callable[[Reader, Settings], Decoder]
     demands: Sequence[tuple[Callable[[Any], bool], str]] = ()
@@ -46,7 +46,7 @@ class Route:
     """How one checkpoint can be converted although its own class has no KV-head setting."""
 
     source_type: str
-    targets: tuple[Target, ...]
+    targets: tuple[TargetType, ...]
     settings: Settings
 
     @property
@@ -60,11 +60,11 @@ class Route:
         divisors = [groups for groups in range(1, self.heads + 1) if self.heads % groups == 0]
         return [groups for groups in divisors if any(self._has(target, groups) for target in self.targets)]
 
-    def target(self, *groups: int) -> Target | None:
+    def target(self, *groups: int) -> TargetType | None:
         """The first type that can have all these numbers of groups, or None."""
         return next((one for one in self.targets if all(self._has(one, number) for number in groups)), None)
 
-    def _has(self, target: Target, groups: int) -> bool:
+    def _has(self, target: TargetType, groups: int) -> bool:
         return target.any_groups or groups in (1, self.heads)
 
     def describe(self) -> str:
@@ -79,8 +79,8 @@ class Route:
         return " ".join(told)
 
 
-ROWS: dict[str, Row] = {
-    "gpt_neox": Row(
+ROWS: dict[str, SourceType] = {
+    "gpt_neox": SourceType(
         lambda config: (PHI if config.use_parallel_residual else NEMOTRON,),
         sources.neox_settings,
         sources.read_neox,
@@ -93,21 +93,21 @@ ROWS: dict[str, Row] = {
             ),
         ),
     ),
-    "gptj": Row(lambda config: (PHI,), sources.gptj_settings, sources.read_gptj),
-    "codegen": Row(lambda config: (PHI,), sources.gptj_settings, sources.read_codegen),
-    "gpt2": Row(
+    "gptj": SourceType(lambda config: (PHI,), sources.gptj_settings, sources.read_gptj),
+    "codegen": SourceType(lambda config: (PHI,), sources.gptj_settings, sources.read_codegen),
+    "gpt2": SourceType(
         lambda config: (GPT_BIGCODE, OWN_DECODER),
         sources.gpt_settings,
         sources.read_gpt2,
         ((lambda config: not config.add_cross_attention, "it has cross attention (add_cross_attention)"),),
     ),
-    "opt": Row(
+    "opt": SourceType(
         lambda config: (GPT_BIGCODE, OWN_DECODER) if _plain_opt(config) else (OWN_DECODER,),
         sources.opt_settings,
         sources.read_opt,
     ),
-    "gpt_neo": Row(lambda config: (OWN_DECODER,), sources_own.gpt_neo_settings, sources_own.read_gpt_neo),
-    "bloom": Row(
+    "gpt_neo": SourceType(lambda config: (OWN_DECODER,), sources_own.gpt_neo_settings, sources_own.read_gpt_neo),
+    "bloom": SourceType(
         lambda config: (OWN_DECODER,),
         sources_own.bloom_settings,
         sources_own.read_bloom,
@@ -118,7 +118,9 @@ ROWS: dict[str, Row] = {
             ),
         ),
     ),
-    "mpt": Row(lambda config: (OWN_DECODER,), sources_own.mpt_settings, sources_own.read_mpt, sources_own.MPT_DEMANDS),
+    "mpt": SourceType(
+        lambda config: (OWN_DECODER,), sources_own.mpt_settings, sources_own.read_mpt, sources_own.MPT_DEMANDS
+    ),
 }
 
 
@@ -188,7 +190,7 @@ def rewritten(checkpoint: Checkpoint, *groups: int) -> Checkpoint:
     return as_target(checkpoint, route, target)
 
 
-def as_target(checkpoint: Checkpoint, route: Route, target: Target) -> RewrittenCheckpoint:
+def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> RewrittenCheckpoint:
     """See :func:`rewritten`."""
     reader = Reader(checkpoint)
     decoder = ROWS[route.source_type].read(reader, route.settings)
@@ -219,7 +221,7 @@ def as_target(checkpoint: Checkpoint, route: Route, target: Target) -> Rewritten
     )
 
 
-def target_config(checkpoint: Checkpoint, route: Route, target: Target, *, tied: bool) -> dict[str, Any]:
+def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, tied: bool) -> dict[str, Any]:
     """config.json of ``target``, with all KV heads; no weights are needed.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .decoder import Decoder, Layer, Linear, Settings
+from .decoder import Decoder, Linear, NeutralLayer, Settings
 from .lazy import wide
 from .reader import Reader, by_side, even_rotary_dim, factor_for
 
@@ -57,13 +57,13 @@ def read_neox(reader: Reader, settings: Settings) -> Decoder:
     )
 
 
-def _neox_layer(reader: Reader, at: str, settings: Settings) -> Layer:
+def _neox_layer(reader: Reader, at: str, settings: Settings) -> NeutralLayer:
     fused = reader.linear(f"{at}.attention.query_key_value")
 
     def side(place: int) -> Linear:
         return by_side(fused, lambda rows: split_heads(rows, settings.heads, 3)[:, place].flatten(0, 1))
 
-    return Layer(
+    return NeutralLayer(
         attention_norm=reader.norm(f"{at}.input_layernorm"),
         mlp_norm=reader.norm(f"{at}.post_attention_layernorm"),
         q=side(0),
@@ -124,9 +124,9 @@ def _read_one_norm(
     def halved(linear: Linear) -> Linear:
         return by_side(linear, lambda rows: split_heads(rows, settings.heads)[:, order.to(rows.device)].flatten(0, 1))
 
-    def layer(at: str) -> Layer:
+    def layer(at: str) -> NeutralLayer:
         q, k, v = sides(at)
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.ln_1"),
             mlp_norm=None,
             q=halved(q),
@@ -154,13 +154,13 @@ def read_gpt2(reader: Reader, settings: Settings) -> Decoder:
         linear = reader.linear(name)
         return Linear(linear.weight.then(lambda weight: weight.T), linear.bias)
 
-    def layer(index: int) -> Layer:
+    def layer(index: int) -> NeutralLayer:
         at = f"h.{index}"
         fused = turned(f"{at}.attn.c_attn")
         q, k, v = (by_side(fused, third(place)) for place in range(3))
         if reader.config.scale_attn_by_inverse_layer_idx:
             q = by_side(q, lambda rows: wide(rows) / (index + 1))
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.ln_1"),
             mlp_norm=reader.norm(f"{at}.ln_2"),
             q=q,
@@ -211,9 +211,9 @@ def read_opt(reader: Reader, settings: Settings) -> Decoder:
     projections = None if settings.embedding_width is None else ("decoder.project_in", "decoder.project_out")
     project_in, project_out = map(reader.linear, projections) if projections else (None, None)
 
-    def layer(at: str) -> Layer:
+    def layer(at: str) -> NeutralLayer:
         q, k, v = (reader.linear(f"{at}.self_attn.{side}_proj") for side in "qkv")
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.self_attn_layer_norm"),
             mlp_norm=reader.norm(f"{at}.final_layer_norm"),
             q=q,

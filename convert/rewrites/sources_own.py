@@ -8,7 +8,7 @@ import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from .decoder import Decoder, Layer, Linear, Settings
+from .decoder import Decoder, Linear, NeutralLayer, Settings
 from .reader import Reader, by_side
 from .sources import dropouts, split_heads, third
 
@@ -38,9 +38,9 @@ def gpt_neo_settings(config: Any) -> Settings:
 def read_gpt_neo(reader: Reader, settings: Settings) -> Decoder:
     """``gpt_neo``."""
 
-    def layer(at: str) -> Layer:
+    def layer(at: str) -> NeutralLayer:
         q, k, v = (reader.linear(f"{at}.attn.attention.{side}_proj") for side in "qkv")
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.ln_1"),
             mlp_norm=reader.norm(f"{at}.ln_2"),
             q=q,
@@ -86,13 +86,13 @@ def bloom_settings(config: Any) -> Settings:
 def read_bloom(reader: Reader, settings: Settings) -> Decoder:
     """``bloom``: rows of ``query_key_value`` are q, k and v of one head after the other."""
 
-    def layer(at: str) -> Layer:
+    def layer(at: str) -> NeutralLayer:
         fused = reader.linear(f"{at}.self_attention.query_key_value")
 
         def side(place: int) -> Linear:
             return by_side(fused, lambda rows: split_heads(rows, settings.heads, 3)[:, place].flatten(0, 1))
 
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.input_layernorm"),
             mlp_norm=reader.norm(f"{at}.post_attention_layernorm"),
             q=side(0),
@@ -154,10 +154,10 @@ def mpt_settings(config: Any) -> Settings:
 def read_mpt(reader: Reader, settings: Settings) -> Decoder:
     """``mpt``: rows of ``Wqkv`` are all q, then all k, then all v."""
 
-    def layer(at: str) -> Layer:
+    def layer(at: str) -> NeutralLayer:
         fused = reader.linear(f"{at}.attn.Wqkv")
         q, k, v = (by_side(fused, third(place)) for place in range(3))
-        return Layer(
+        return NeutralLayer(
             attention_norm=reader.norm(f"{at}.norm_1"),
             mlp_norm=reader.norm(f"{at}.norm_2"),
             q=q,

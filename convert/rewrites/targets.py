@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..serving import ignored_by
-from .decoder import Decoder, Layer, Linear, Norm, Settings, without_norms
+from .decoder import Decoder, Linear, NeutralLayer, Norm, Settings, without_norms
 from .lazy import Lazy, combined, wide
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetType:
     """A native type that a decoder can be written as.
 
     Attributes:
@@ -139,7 +139,7 @@ def _bigcode_tensors(decoder: Decoder) -> Iterator[tuple[str, Lazy]]:
         yield "lm_head.weight", decoder.head.weight
 
 
-def _by_head(layer: Layer, heads: int) -> Linear:
+def _by_head(layer: NeutralLayer, heads: int) -> Linear:
     def interleaved(*sides: Tensor) -> Tensor:
         wide_sides = [wide(side) for side in sides] if len({side.dtype for side in sides}) > 1 else list(sides)
         return torch.stack([side.reshape(heads, -1, *side.shape[1:]) for side in wide_sides], 1).flatten(0, 2)
@@ -165,7 +165,7 @@ def _llama_like(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _attention(at: str, layer: Layer, output: str) -> Iterator[tuple[str, Lazy]]:
+def _attention(at: str, layer: NeutralLayer, output: str) -> Iterator[tuple[str, Lazy]]:
     for name, linear in (("q_proj", layer.q), ("k_proj", layer.k), ("v_proj", layer.v), (output, layer.o)):
         yield from _biased(f"{at}.{name}", linear)
 
@@ -193,7 +193,7 @@ def norm_tensors(
         yield f"{at}.bias", norm.bias or near.filled(shape, 0.0)
 
 
-PHI = Target(
+PHI = TargetType(
     "phi",
     "PhiForCausalLM",
     any_groups=True,
@@ -202,7 +202,7 @@ PHI = Target(
     runs="It runs in transformers 4.57 and later.",
     fails=f"{ignored_by('phi')}.",
 )
-NEMOTRON = Target(
+NEMOTRON = TargetType(
     "nemotron",
     "NemotronForCausalLM",
     any_groups=True,
@@ -211,7 +211,7 @@ NEMOTRON = Target(
     runs="It runs in transformers 4.57 and later; vLLM's nemotron reads the number of KV heads and the activation.",
     fails="llama.cpp computes nemotron with another activation (squared ReLU), so its output there would be wrong.",
 )
-GPT_BIGCODE = Target(
+GPT_BIGCODE = TargetType(
     "gpt_bigcode",
     "GPTBigCodeForCausalLM",
     any_groups=False,

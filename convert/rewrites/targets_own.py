@@ -8,7 +8,7 @@ from typing import Any
 from ...checkpoint.modelling import OWN_TYPES, own_config
 from .decoder import Decoder, Linear, Settings
 from .lazy import Lazy
-from .targets import Target, norm_tensors
+from .targets import TargetType, norm_tensors
 
 _TYPE = OWN_TYPES["headfold_decoder"]
 _VERSIONS = "4.57 and 5.24"
@@ -85,7 +85,7 @@ def _linear(at: str, linear: Linear, *, biased: bool) -> Iterator[tuple[str, Laz
         yield f"{at}.bias", linear.bias_or_zero()
 
 
-OWN_DECODER = Target(
+OWN_DECODER = TargetType(
     _TYPE.model_type,
     _TYPE.model_class,
     any_groups=True,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...console import progress, warn
-from ..scoring.batches import Batch
+from ..scoring.batches import WindowBatch
 from ..scoring.logits import Features
 from ..scoring.perplexity import evaluating
 from ..scoring.windows import ScoredDocument
@@ -138,11 +138,11 @@ def _score_answers(features: Features, ids_BT: Tensor, vocab: int | None) -> Ten
     return values_2BA.mean(-1)
 
 
-def _answers(ids_BT: Tensor) -> Batch:
+def _answers(ids_BT: Tensor) -> WindowBatch:
     rows, tokens = ids_BT.shape
     columns_N = torch.arange(tokens - ANSWER - 1, tokens - 1).repeat(rows)
     rows_N = torch.arange(rows).repeat_interleave(ANSWER)
-    return Batch(ids_BT, None, rows_N, columns_N, ids_BT[rows_N, columns_N + 1], torch.arange(len(rows_N)))
+    return WindowBatch(ids_BT, None, rows_N, columns_N, ids_BT[rows_N, columns_N + 1], torch.arange(len(rows_N)))
 
 
 def gains(retrieved: Retrieved) -> np.ndarray[Any, np.dtype[np.float64]]:

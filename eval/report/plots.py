@@ -270,7 +270,7 @@ def groups_plot(results: Result) -> Plot | None:
     spoken = "; ".join(f"{heads} heads {number(time)} ms" for heads, time in times.items())
     return Plot(
         "Time per token against groups",
-        f"Batch {point['batch']}, {point['context']:,} tokens of context, median. The paper’s figure 6, here.",
+        f"WindowBatch {point['batch']}, {point['context']:,} tokens of context, median. The paper’s figure 6, here.",
         svg_of(figure, "groups"),
         f"Milliseconds per decoded token: {spoken}.",
     )

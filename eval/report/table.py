@@ -9,12 +9,23 @@ from typing import Any
 from ...console import human_bytes
 from . import format as wording
 from .figure import count
-from .format import Cell, Row, change, interval_or_dash, number, percent, signed, times, whole_percent, with_interval
+from .format import (
+    Cell,
+    TableRow,
+    change,
+    interval_or_dash,
+    number,
+    percent,
+    signed,
+    times,
+    whole_percent,
+    with_interval,
+)
 
 Result = dict[str, Any]
 
 
-def table_rows(results: Result) -> list[Row]:
+def table_rows(results: Result) -> list[TableRow]:
     """The table: measures down, models across, the source first."""
     models = results["models"]
     writes = wording.of_targets(results)
@@ -70,15 +81,15 @@ def table_rows(results: Result) -> list[Row]:
     return [row for row in found if any(cell.main != "–" for cell in row.cells)]
 
 
-def _row(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> Row:
-    return Row(label, note, [cell(model) for model in models])
+def _row(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> TableRow:
+    return TableRow(label, note, [cell(model) for model in models])
 
 
-def _paired(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> Row:
-    return Row(label, note, [Cell("–"), *(cell(model["against_source"]) for model in models[1:])])
+def _paired(label: str, note: str, models: Sequence[Result], cell: Callable[[Result], Cell]) -> TableRow:
+    return TableRow(label, note, [Cell("–"), *(cell(model["against_source"]) for model in models[1:])])
 
 
-def _needle_row(models: Sequence[Result], length: int) -> Row:
+def _needle_row(models: Sequence[Result], length: int) -> TableRow:
     def cell(model: Result) -> Cell:
         found = _only(model["needle"], length=length)
         return Cell("–") if found is None else with_interval(found["gain_nats"], signed)
@@ -86,7 +97,7 @@ def _needle_row(models: Sequence[Result], length: int) -> Row:
     return _row(f"Retrieval in {length:,} tokens", "nats saved per token", models, cell)
 
 
-def _task_row(models: Sequence[Result], like: Result) -> Row:
+def _task_row(models: Sequence[Result], like: Result) -> TableRow:
     key = {"task": like["task"], "measure": like["measure"]}
 
     def cell(model: Result) -> Cell:
@@ -106,7 +117,7 @@ def _only(rows: Sequence[Result], **key: Any) -> Result | None:
     return next((row for row in rows if all(row[name] == value for name, value in key.items())), None)
 
 
-def _capacity_rows(models: Sequence[Result]) -> list[Row]:
+def _capacity_rows(models: Sequence[Result]) -> list[TableRow]:
     """What fits into the memory that was asked about; each model may have been asked about another one."""
     asked = next((model["capacity"] for model in models if model["capacity"]), None)
     if asked is None:
@@ -159,7 +170,7 @@ def _shown_points(models: Sequence[Result]) -> list[tuple[int, int]]:
     return [(row["context"], row["batch"]) for row in rows if row["context"] == longest]
 
 
-def _speed_row(models: Sequence[Result], context: int, batch: int) -> Row:
+def _speed_row(models: Sequence[Result], context: int, batch: int) -> TableRow:
     return _row(
         f"Decoding, batch {batch}",
         f"tokens/s after {context:,}",

@@ -19,7 +19,7 @@ from .windows import ScoredDocument, Window, make_windows
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows of near-equal length, padded on the right.
 
     Attributes:
@@ -47,7 +47,7 @@ class Batch:
         return {"input_ids": self.ids_BT, **({} if self.mask_BT is None else {"attention_mask": self.mask_BT})}
 
 
-AnyBatch = Batch | TargetBatch
+AnyBatch = WindowBatch | TargetBatch
 
 
 def group_windows(
@@ -80,7 +80,7 @@ def collate(windows: Sequence[Window], documents: Sequence[ScoredDocument]) -> A
 
 def _collate_text(
     windows: Sequence[Window], documents: Sequence[ScoredDocument], offsets: np.ndarray[Any, Any]
-) -> Batch:
+) -> WindowBatch:
     longest = max(made.stop - made.start for made in windows)
     ids_BT = torch.zeros(len(windows), longest, dtype=torch.long)
     mask_BT = torch.zeros_like(ids_BT)
@@ -94,7 +94,7 @@ def _collate_text(
         columns.append(positions - made.start - 1)
         places.append(torch.from_numpy(places_of(made, offsets)))
     rows_N, columns_N = torch.cat(rows), torch.cat(columns)
-    return Batch(
+    return WindowBatch(
         ids_BT,
         None if bool(mask_BT.all()) else mask_BT,
         rows_N,

@@ -56,7 +56,7 @@ def test_a_type_without_the_setting_is_refused(config):
 
 def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
     file = tmp_path / "moments.safetensors"
-    calibration = Calibration(str(text_file), tokens=2048, block=32, refine=0, statistics=file)
+    calibration = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=0, statistics=file)
     convert_calibrated(plan_conversion(tiny_checkpoint, groups=1, method="folded"), tmp_path / "out", calibration)
     found = list(predict_damage(tiny_checkpoint, [2, 1], file))
     assert [(damage.layer, damage.groups) for damage in found] == [(0, 2), (0, 1), (1, 2), (1, 1)]

@@ -36,7 +36,7 @@ def test_every_recipe_can_be_looked_at_without_weights(name, capsys):
     recipe = load_recipe(name)
     assert f"checkpoint: {recipe.checkpoint}" in shown
     budget = recipe.uptrain.tokens or recipe.uptrain.fraction * recipe.uptrain.pretraining_tokens
-    per_step = recipe.uptrain.batch * recipe.uptrain.block
+    per_step = recipe.uptrain.batch * recipe.uptrain.sequence_length
     assert f"{-(-round(budget) // per_step) * per_step:,}" in shown
 
 
@@ -56,7 +56,7 @@ def test_eight_gpus_hold_llama_2_only_where_they_share_its_weights(layout, code,
     arguments = [
         "--fraction",
         "0.05",
-        "--block",
+        "--sequence-length",
         "4096",
         "--batch",
         "1024",

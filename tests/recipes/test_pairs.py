@@ -19,7 +19,8 @@ def run(tiny_t5, text_file, tmp_path_factory):
             "checkpoint": str(tiny_t5),
             "convert": {"groups": 2, "method": "mean"},
             "uptrain": {
-                "data": str(text_file), "steps": 6, "block": 32, "batch": 4, "micro_batch": 4, "teacher": "source",
+                "data": str(text_file), "steps": 6, "sequence_length": 32, "batch": 4, "micro_batch": 4,
+                "teacher": "source",
                 "learning_rate": 0.01, "precision": "fp32", "device": "cpu", "tracker": ["none"],
                 "eval_data": str(text_file), "eval_tokens": 200, "distillation_weight": 0.5, "hidden_weight": 0.1,
             },
@@ -73,7 +74,7 @@ def test_shipped_recipes_of_t5_have_the_papers_setup():
     large, xxl = load_recipe("t5-v1.1-large"), load_recipe("t5-v1.1-xxl")
     for recipe in (large, xxl):
         wanted = recipe.uptrain
-        assert (wanted.fraction, wanted.block, wanted.batch, wanted.teacher) == (0.05, 512, 2048, None)
+        assert (wanted.fraction, wanted.sequence_length, wanted.batch, wanted.teacher) == (0.05, 512, 2048, None)
         assert (wanted.noise_density, wanted.mean_span, wanted.dropout) == (0.15, 3.0, 0.0)
     assert (large.uptrain.optimizer, large.uptrain.learning_rate, large.uptrain.schedule) == (
         "adafactor", 1e-3, "constant"

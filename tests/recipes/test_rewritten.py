@@ -35,7 +35,7 @@ def test_uptraining_and_comparison_take_a_rewritten_checkpoint(
 ) -> None:
     converted = convert_checkpoint(neox, tmp_path / "converted", groups=2)
     settings = UptrainSettings(
-        data=str(text_file), steps=30, block=32, batch=8, micro_batch=8, teacher="source", learning_rate=3e-3
+        data=str(text_file), steps=30, sequence_length=32, batch=8, micro_batch=8, teacher="source", learning_rate=3e-3
     )
     uptrained = uptrain_checkpoint(converted, tmp_path / "uptrained", settings)
     assert "no longer the checkpoint" not in capsys.readouterr().err  # the record knows its source

@@ -16,7 +16,8 @@ def recipe(tiny_checkpoint, text_file):
             "checkpoint": str(tiny_checkpoint),
             "convert": {"groups": 1},
             "uptrain": {
-                "data": str(text_file), "steps": 3, "block": 16, "batch": 2, "precision": "fp32", "device": "cpu",
+                "data": str(text_file), "steps": 3, "sequence_length": 16, "batch": 2, "precision": "fp32",
+                "device": "cpu",
                 "eval_data": str(text_file), "eval_tokens": 200,
             },
             "eval": {"data": str(text_file), "tokens": 300, "window": 16},

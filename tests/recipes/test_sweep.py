@@ -14,7 +14,7 @@ from matplotlib.image import imread
 @pytest.fixture
 def settings(text_file):
     def make(methods="mean,folded,folded+refine", groups=(2, 1), **changes):
-        calibration = Calibration(str(text_file), tokens=1024, block=32)
+        calibration = Calibration(str(text_file), tokens=1024, sequence_length=32)
         values = {
             "data": str(text_file),
             "calibration": calibration,

@@ -30,7 +30,8 @@ def settings(text_file):
 
     def make(**changes) -> UptrainSettings:
         values = {
-            "data": str(text_file), "steps": 12, "block": 16, "batch": 4, "micro_batch": 2, "learning_rate": 3e-3,
+            "data": str(text_file), "steps": 12, "sequence_length": 16, "batch": 4, "micro_batch": 2,
+            "learning_rate": 3e-3,
             "precision": "fp32", "device": "cpu", "log_every": 1, "save_every": 5, "seed": 3, "tracker": ("none",),
         }  # fmt: skip
         return UptrainSettings(**{**values, **changes})
@@ -80,7 +81,7 @@ def finished(tiny_checkpoint, text_file, tmp_path_factory):
     """One uninterrupted run, which several tests look at."""
     torch.set_num_threads(1)
     settings = UptrainSettings(
-        data=str(text_file), steps=12, block=16, batch=4, micro_batch=2, learning_rate=3e-3, precision="fp32",
+        data=str(text_file), steps=12, sequence_length=16, batch=4, micro_batch=2, learning_rate=3e-3, precision="fp32",
         device="cpu", log_every=1, save_every=5, seed=3, eval_data=str(text_file), eval_tokens=400, eval_every=6,
         tracker=("none",),
     )  # fmt: skip

@@ -24,7 +24,8 @@ from headfold.uptrain.settings import UptrainSettings
 
 def settings(text: str) -> UptrainSettings:
     return UptrainSettings(
-        data=text, steps=20, block=16, batch=4, micro_batch=4, learning_rate=3e-3, precision="fp32", device="cpu",
+        data=text, steps=20, sequence_length=16, batch=4, micro_batch=4, learning_rate=3e-3, precision="fp32",
+        device="cpu",
         log_every=1, save_every=2, seed=3, tracker=("none",),
     )  # fmt: skip
 

@@ -73,11 +73,12 @@ def test_a_recipe_says_nothing_in_vain(tmp_path):
 def test_settings_become_options_and_options_settings():
     """Every field off its default, through the command line and back."""
     common = {
-        "data": ("a.jsonl=3", "b.jsonl"), "tokens": 10**12, "block": 7, "batch": 3, "micro_batch": 1,
+        "data": ("a.jsonl=3", "b.jsonl"), "tokens": 10**12, "sequence_length": 7, "batch": 3, "micro_batch": 1,
         "isolate_documents": True, "train": "kv", "learning_rate": 1e-5, "final_learning_rate": 0, "warmup": 0.5,
-        "schedule": "linear", "weight_decay": 0, "clip": 2, "spike": 0, "precision": "bf16",
+        "schedule": "linear", "weight_decay": 0, "max_grad_norm": 2, "spike": 0, "precision": "bf16",
         "device": "cpu", "gradient_checkpointing": True, "compile": True, "liger": True, "seed": 5, "log_every": 1,
-        "save_every": 1, "keep": 1, "eval_data": "x", "eval_every": 1, "eval_tokens": 1, "tracker": ("none",),
+        "save_every": 1, "save_total_limit": 1, "eval_data": "x", "eval_every": 1, "eval_tokens": 1,
+        "tracker": ("none",),
         "dropout": 0.2,
     }  # fmt: skip
     # no command line can have them all: some mean nothing beside others

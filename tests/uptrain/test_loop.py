@@ -206,10 +206,10 @@ def test_a_run_that_diverged_goes_on_more_carefully(tiny_checkpoint, settings, t
     cut_power(7, tiny_checkpoint, tmp_path / "out", settings())
     with pytest.raises(UsageError, match=r"seed was 3 and is now 4"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(seed=4), resume="always")
-    careful = settings(learning_rate=1e-3, clip=0.5)
+    careful = settings(learning_rate=1e-3, max_grad_norm=0.5)
     out = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", careful, resume="always")
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
-    assert entry["adjusted"] == [{"step": 5, "learning_rate": [3e-3, 1e-3], "clip": [1.0, 0.5]}]
+    assert entry["adjusted"] == [{"step": 5, "learning_rate": [3e-3, 1e-3], "max_grad_norm": [1.0, 0.5]}]
     rates = {line["step"]: line["learning_rate"] for line in metrics(out, "train")}
     assert rates[5] > 2e-3 > 1e-3 >= rates[6]
 
@@ -328,4 +328,4 @@ def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(ti
 
 def test_blocks_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="Blocks of 128 tokens are longer than the 64"):
-        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(block=128))
+        uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(sequence_length=128))

@@ -18,7 +18,7 @@ from headfold.uptrain.data.objective import Pairs, Spans
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
-from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.loss.token_losses import TrainingLoss
 from headfold.uptrain.optim import make_optimizer
 from headfold.uptrain.step import Stepper
 from runs import OneProcess, metrics, same, weights
@@ -64,7 +64,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(model_type):
     assert not teach_in_chunks(model).whole
     total = 0.0
     for micro in batch.split(2):
-        lesson = Lesson(Objective(), micro.keep_BT, micro.targets_N)
+        lesson = Lesson(TrainingLoss(), micro.keep_BT, micro.targets_N)
         loss = model(lesson=lesson, use_cache=False, **micro.inputs).loss / batch.targets
         loss.backward()
         total += float(loss.detach())
@@ -82,7 +82,7 @@ def test_a_wrong_mask_or_shifted_labels_change_the_loss():
     batch = batch_of(model, some_pairs())
 
     def loss(changed: PairBatch) -> float:
-        lesson = Lesson(Objective(), changed.keep_BT, changed.targets_N)
+        lesson = Lesson(TrainingLoss(), changed.keep_BT, changed.targets_N)
         return float(model(lesson=lesson, use_cache=False, **changed.inputs).loss.detach()) / batch.targets
 
     parts = {name: getattr(batch, name) for name in ("ids_BS", "mask_BS", "written_BT", "labels_BT")}
@@ -106,7 +106,7 @@ def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
     """Normalised by the real target tokens of the whole step, however it is cut."""
     found = []
     for micro_batch in (1, 4):
-        wanted = settings(batch=4, micro_batch=micro_batch, clip=1e9)
+        wanted = settings(batch=4, micro_batch=micro_batch, max_grad_norm=1e9)
         model = tiny_pair_model("bart")
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
@@ -119,29 +119,29 @@ def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
 
 def test_sources_fill_the_block_and_go_on_where_they_were(tiny_t5, text_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
-    exercise = Spans(SpanCorruption.of(tokenizer), tokenizer, model, block=32, seed=7)
+    objective = Spans(SpanCorruption.of(tokenizer), tokenizer, model, sequence_length=32, seed=7)
     parts = [Part(open_corpus(str(text_file)), 1.0)]
-    whole = [next(stream) for stream in [Mixture(parts, exercise)] for _ in range(40)]
+    whole = [next(stream) for stream in [Mixture(parts, objective)] for _ in range(40)]
     assert {len(pair.source) for pair in whole} == {32}
     assert len({tuple(pair.source) for pair in whole}) == 40
-    begun = Mixture(parts, exercise)
+    begun = Mixture(parts, objective)
     first = [next(begun) for _ in range(13)]
     saved = [MixturePosition.from_json(one.to_json()) for one in begun.positions()]
-    after = Mixture(parts, exercise, saved)
+    after = Mixture(parts, objective, saved)
     assert first + [next(after) for _ in range(27)] == whole
-    again = Spans(SpanCorruption.of(tokenizer), tokenizer, model, block=32, seed=8)
+    again = Spans(SpanCorruption.of(tokenizer), tokenizer, model, sequence_length=32, seed=8)
     assert [next(stream) for stream in [Mixture(parts, again)] for _ in range(40)] != whole
 
 
 def test_spans_do_not_hang_on_where_the_text_lies(tiny_t5, text_file, tmp_path):
     """Nor are they the same in two corpora of a mixture."""
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
-    exercise = Spans(SpanCorruption.of(tokenizer), tokenizer, model, block=32, seed=7)
+    objective = Spans(SpanCorruption.of(tokenizer), tokenizer, model, sequence_length=32, seed=7)
     moved, other = tmp_path / "moved.jsonl", tmp_path / "other.jsonl"
     moved.write_bytes(text_file.read_bytes())
     other.write_bytes(b"".join(reversed(text_file.read_bytes().splitlines(keepends=True))))
     here, there, reversed_ = (
-        [next(stream) for stream in [exercise.stream(open_corpus(str(file)), None)] for _ in range(20)]
+        [next(stream) for stream in [objective.stream(open_corpus(str(file)), None)] for _ in range(20)]
         for file in (text_file, moved, other)
     )
     assert here == there
@@ -164,9 +164,9 @@ def test_only_a_padded_micro_batch_has_a_mask():
 def test_gq079_processes_share_the_pairs_of_a_step(processes, tiny_t5, pairs_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
     parts = [Part(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
-    exercise = Pairs(tokenizer, model, block=16, seed=1)
-    shares = [Mixture(parts, exercise).next_batch(4, rank=rank, processes=processes) for rank in range(processes)]
-    alone = Mixture(parts, exercise).next_batch(4, rank=0, processes=1)
+    objective = Pairs(tokenizer, model, sequence_length=16, seed=1)
+    shares = [Mixture(parts, objective).next_batch(4, rank=rank, processes=processes) for rank in range(processes)]
+    alone = Mixture(parts, objective).next_batch(4, rank=0, processes=1)
     assert {share.targets for share in shares} == {alone.targets} == {int(alone.keep_BT.sum())}
     rows = [row[row >= 0].tolist() for share in shares for row in share.labels_BT]
     assert sorted(rows) == sorted(row[row >= 0].tolist() for row in alone.labels_BT)
@@ -175,12 +175,12 @@ def test_gq079_processes_share_the_pairs_of_a_step(processes, tiny_t5, pairs_fil
 def test_pairs_go_on_in_the_next_pass_without_gap_or_repeat(tiny_t5, pairs_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
     parts = [Part(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
-    exercise = Pairs(tokenizer, model, block=16, seed=1)
-    whole = [next(stream) for stream in [Mixture(parts, exercise)] for _ in range(150)]
+    objective = Pairs(tokenizer, model, sequence_length=16, seed=1)
+    whole = [next(stream) for stream in [Mixture(parts, objective)] for _ in range(150)]
     for stop in (0, 59, 60, 77):
-        begun = Mixture(parts, exercise)
+        begun = Mixture(parts, objective)
         first = [next(begun) for _ in range(stop)]
-        after = Mixture(parts, exercise, begun.positions())
+        after = Mixture(parts, objective, begun.positions())
         assert first + [next(after) for _ in range(150 - stop)] == whole
     assert sorted(whole[:60]) == sorted(whole[60:120]) != whole[:60]
     assert whole[:60] != whole[60:120]
@@ -226,7 +226,7 @@ def spanned(tiny_t5, text_file, tmp_path_factory):
     from headfold.uptrain.settings import UptrainSettings
 
     wanted = UptrainSettings(
-        data=str(text_file), steps=8, block=32, batch=4, micro_batch=2, learning_rate=1e-2, precision="fp32",
+        data=str(text_file), steps=8, sequence_length=32, batch=4, micro_batch=2, learning_rate=1e-2, precision="fp32",
         device="cpu", log_every=1, save_every=3, seed=3, tracker=("none",), eval_data=str(text_file), eval_tokens=200,
         teacher=None,
     )  # fmt: skip
@@ -284,7 +284,7 @@ def test_train_names_the_attention_of_t5(train, changed, tiny_t5):
     ("changes", "why"),
     [
         ({"isolate_documents": True}, "models without an encoder"),
-        ({"block": 2}, "too small"),
+        ({"sequence_length": 2}, "too small"),
         ({"target_column": "answer"}, "no text in"),
     ],
 )
@@ -333,11 +333,11 @@ def test_what_needs_a_decoder_alone_refuses_a_pair(tiny_t5):
 
 def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     """By hand: the encoder and the keys and values of cross-attention once a source token, the rest once a target."""
-    from headfold.uptrain.estimate.cost import Shape, flops_per_token, plan_cost, targets_per_token
+    from headfold.uptrain.estimate.cost import Shape, estimate_cost, flops_per_token, targets_per_token
     from headfold.uptrain.settings import UptrainSettings
 
     model = load_language_model(tiny_t5)
-    wanted = UptrainSettings(block=512, steps=1)
+    wanted = UptrainSettings(sequence_length=512, steps=1)
     assert targets_per_token(wanted, True) == 114 / 512
     assert targets_per_token(wanted, False) == targets_per_token(UptrainSettings(target_column="answer"), True) == 1
     attention, feed_forward, norm = 4 * 32 * 32, 2 * 32 * 64, 32
@@ -349,7 +349,7 @@ def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     assert (shape.written, shape.decoder_layers) == (written, 2)
     assert flops_per_token(shape, targets=0.25) == 6 * round(read + written / 4)
     assert flops_per_token(shape, shape) == 8 * (read + written)
-    assert plan_cost(wanted, 512, shape).flops == pytest.approx(6 * (512 * read + 114 * written), rel=1e-3)
+    assert estimate_cost(wanted, 512, shape).flops == pytest.approx(6 * (512 * read + 114 * written), rel=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...pairs import IGNORED
 
 
-class Batch(Protocol):
+class TrainingBatch(Protocol):
     """What a step needs to know of its text."""
 
     @property
@@ -34,10 +34,10 @@ class Batch(Protocol):
     def targets_N(self) -> Tensor:
         """The targets of these positions, in their order."""
 
-    def split(self, rows: int) -> Iterator[Batch]:
+    def split(self, rows: int) -> Iterator[TrainingBatch]:
         """Micro-batches; what is counted stays that of the whole step."""
 
-    def to(self, device: torch.device) -> Batch: ...
+    def to(self, device: torch.device) -> TrainingBatch: ...
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...corpus import TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ...errors import UsageError
-from .batches import Batch
-from .objective import Exercise
+from .batches import TrainingBatch
+from .objective import TrainingObjective
 from .packed import Position
 
 _WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9]+(\.[0-9]*)?)")
@@ -88,22 +88,22 @@ class Mixture:
     costs little beside a forward pass, and the batches are then the same for any number of processes.
 
     Args:
-        exercise: what is made of the text.
+        objective: what is made of the text.
         positions: where the streams continue, one each, from :meth:`positions` of an earlier mixture.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
-        exercise: Exercise,
+        objective: TrainingObjective,
         positions: Sequence[MixturePosition] | None = None,
     ) -> None:
         starts = positions or [MixturePosition() for _ in parts]
-        self._exercise = exercise
+        self._exercise = objective
         self._weights = [part.weight for part in parts]
         self._drawn = [start.drawn for start in starts]
         self._read = [start.read for start in starts]
-        self._streams = [exercise.stream(part.corpus, start.stream) for part, start in zip(parts, starts, strict=True)]
+        self._streams = [objective.stream(part.corpus, start.stream) for part, start in zip(parts, starts, strict=True)]
 
     def positions(self) -> list[MixturePosition]:
         streams = zip(self._drawn, self._streams, self._read, strict=True)
@@ -126,6 +126,6 @@ class Mixture:
         self._read[chosen] += len(item[0])  # the ids of a block or of a source come first
         return item
 
-    def next_batch(self, items: int, *, rank: int, processes: int) -> Batch:
+    def next_batch(self, items: int, *, rank: int, processes: int) -> TrainingBatch:
         """The next ``items`` items; every ``processes``-th of them, counted from ``rank``, is this process's."""
         return self._exercise.batch([next(self) for _ in range(items)], rank, processes)

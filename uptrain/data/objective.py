@@ -17,8 +17,8 @@ from ...errors import UsageError
 from ...pairs import Pair, PairEncoder, padded
 from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
 from ..settings import UptrainSettings
-from .batches import Batch, PackedBatch, PairBatch
-from .packed import Block, BlockStream, Encode, PairStream, Position
+from .batches import PackedBatch, PairBatch, TrainingBatch
+from .packed import BlockStream, Encode, PackedBlock, PairStream, Position
 
 
 class Stream(Protocol):
@@ -30,12 +30,12 @@ class Stream(Protocol):
     def __next__(self) -> Any: ...
 
 
-class Exercise(Protocol):
+class TrainingObjective(Protocol):
     """Items drawn from a corpus, and how those of a step become one process's batch."""
 
     def stream(self, corpus: Corpus, position: Position | None) -> Stream: ...
 
-    def batch(self, step: Sequence[Any], rank: int, processes: int) -> Batch:
+    def batch(self, step: Sequence[Any], rank: int, processes: int) -> TrainingBatch:
         """The batch of every ``processes``-th item of the step, counted from ``rank``."""
 
 
@@ -48,13 +48,13 @@ class NextToken:
         isolate: documents of a block do not see each other.
     """
 
-    def __init__(self, encode: Encode, *, block: int, seed: int, isolate: bool = False) -> None:
-        self._encode, self._block, self._seed, self._isolate = encode, block, seed, isolate
+    def __init__(self, encode: Encode, *, sequence_length: int, seed: int, isolate: bool = False) -> None:
+        self._encode, self._block, self._seed, self._isolate = encode, sequence_length, seed, isolate
 
     def stream(self, corpus: Corpus, position: Position | None) -> BlockStream:
-        return BlockStream(corpus, self._encode, block=self._block, seed=self._seed, position=position)
+        return BlockStream(corpus, self._encode, sequence_length=self._block, seed=self._seed, position=position)
 
-    def batch(self, step: Sequence[Block], rank: int, processes: int) -> PackedBatch:
+    def batch(self, step: Sequence[PackedBlock], rank: int, processes: int) -> PackedBatch:
         mine = step[rank::processes]
         ids_BT = torch.tensor([block.ids for block in mine], dtype=torch.long)
         opens_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
@@ -85,13 +85,13 @@ class Spans(_PairBatches):
     block are cut out hangs on the seed, the block's place in its corpus, pass after pass, and its tokens.
     """
 
-    def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, block: int, seed: int) -> None:
+    def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
         self._corrupt, self._encode, self._seed = corrupt, _bare(tokenizer), seed
-        self._tokens = corrupt.tokens_for(block)
+        self._tokens = corrupt.tokens_for(sequence_length)
 
     def stream(self, corpus: Corpus, position: Position | None) -> _SpanStream:
-        blocks = BlockStream(corpus, self._encode, block=self._tokens, seed=self._seed, position=position)
+        blocks = BlockStream(corpus, self._encode, sequence_length=self._tokens, seed=self._seed, position=position)
         return _SpanStream(blocks, self._corrupt, self._seed)
 
 
@@ -112,9 +112,9 @@ class _SpanStream:
 class Pairs(_PairBatches):
     """The target beside each text, as the corpus has them; sides longer than ``block`` tokens are cut."""
 
-    def __init__(self, tokenizer: Any, model: Any, *, block: int, seed: int) -> None:
+    def __init__(self, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
-        self._encode, self._seed = PairEncoder(tokenizer, block), seed
+        self._encode, self._seed = PairEncoder(tokenizer, sequence_length), seed
 
     def stream(self, corpus: Corpus, position: Position | None) -> PairStream:
         return PairStream(corpus, self._encode, seed=self._seed, position=position)
@@ -129,20 +129,20 @@ def _bare(tokenizer: Any) -> Encode:
     return encode
 
 
-def choose_exercise(settings: UptrainSettings, tokenizer: Any, model: Any) -> Exercise:
+def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any) -> TrainingObjective:
     """Columns where they are named, else span corruption for an encoder-decoder and the next token for a decoder.
 
     Raises:
         UsageError: settings that mean nothing for this model. UnsupportedError: no sentinels for span corruption.
     """
     refuse_meaningless(settings, model)
-    block, seed = settings.block, settings.seed
+    block, seed = settings.sequence_length, settings.seed
     if not is_encoder_decoder(model):
-        return NextToken(Encoder(tokenizer), block=block, seed=seed, isolate=settings.isolate_documents)
+        return NextToken(Encoder(tokenizer), sequence_length=block, seed=seed, isolate=settings.isolate_documents)
     if settings.target_column is not None:
-        return Pairs(tokenizer, model, block=block, seed=seed)
+        return Pairs(tokenizer, model, sequence_length=block, seed=seed)
     corrupt = SpanCorruption.of(tokenizer, settings.noise_density, settings.mean_span)
-    return Spans(corrupt, tokenizer, model, block=block, seed=seed)
+    return Spans(corrupt, tokenizer, model, sequence_length=block, seed=seed)
 
 
 def refuse_meaningless(settings: UptrainSettings, model: Any) -> None:

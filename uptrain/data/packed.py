@@ -51,7 +51,7 @@ class Position:
         return asdict(self)
 
 
-class Block(NamedTuple):
+class PackedBlock(NamedTuple):
     """Token ids, and the places among them at which a document opens."""
 
     ids: list[int]
@@ -76,8 +76,8 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
 class _Packer:
     """Documents one after the other, cut into blocks; the remainder is carried over, also to the next pass."""
 
-    def __init__(self, corpus: Corpus, encode: Encode, block: int, seed: int, start: Position) -> None:
-        self._corpus, self._encode, self._block, self._seed = corpus, encode, block, seed
+    def __init__(self, corpus: Corpus, encode: Encode, sequence_length: int, seed: int, start: Position) -> None:
+        self._corpus, self._encode, self._block, self._seed = corpus, encode, sequence_length, seed
         self.epoch, self.documents = start.epoch, start.documents
         self._tokens, self._opened = list(start.carry), list(start.openings)
         self._taken = 0  # of the tokens; they are thrown away once a chunk, since a document may have millions
@@ -100,11 +100,11 @@ class _Packer:
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.epoch}")
         self._pass = islice(documents, self.documents, None)
 
-    def chunk(self, blocks: int) -> list[Block]:
+    def chunk(self, blocks: int) -> list[PackedBlock]:
         """The next ``blocks`` blocks, or fewer when the pass ends, but at least one."""
         del self._tokens[: self._taken]
         self._opened, self._taken = self.openings, 0
-        found: list[Block] = []
+        found: list[PackedBlock] = []
         while len(found) < blocks:
             if len(self._tokens) - self._taken >= self._block:
                 found.append(self._cut())
@@ -112,10 +112,10 @@ class _Packer:
                 break
         return found
 
-    def _cut(self) -> Block:
+    def _cut(self) -> PackedBlock:
         """Take one block off the carried tokens."""
         first, end = self._taken, self._taken + self._block
-        cut = Block(self._tokens[first:end], [place - first for place in self._opened if place < end])
+        cut = PackedBlock(self._tokens[first:end], [place - first for place in self._opened if place < end])
         self._taken = end
         self._opened = [place for place in self._opened if place >= end]
         self._blocks_of_pass += 1
@@ -134,7 +134,7 @@ class _Packer:
         if self._whole_pass and not self._blocks_of_pass:
             raise DataError(
                 f"{self._corpus.spec} gives {len(self._tokens)} tokens, fewer than one block of {self._block}.",
-                "Give more text, or a smaller --block.",
+                "Give more text, or a smaller --sequence-length.",
             )
         self.epoch, self.documents = self.epoch + 1, 0
         self._open_pass()
@@ -155,15 +155,15 @@ class BlockStream:
     """
 
     def __init__(
-        self, corpus: Corpus, encode: Encode, *, block: int, seed: int, position: Position | None = None
+        self, corpus: Corpus, encode: Encode, *, sequence_length: int, seed: int, position: Position | None = None
     ) -> None:
         self._seed = seed
-        self._blocks_per_chunk = max(1, _CHUNK_TOKENS // block)
+        self._blocks_per_chunk = max(1, _CHUNK_TOKENS // sequence_length)
         self.position = replace(position) if position else Position()
-        self._packer = _Packer(corpus, encode, block, seed, self.position)
-        self._chunk: list[Block] = []
+        self._packer = _Packer(corpus, encode, sequence_length, seed, self.position)
+        self._chunk: list[PackedBlock] = []
 
-    def _pack_chunk(self) -> list[Block]:
+    def _pack_chunk(self) -> list[PackedBlock]:
         blocks = self._packer.chunk(self._blocks_per_chunk)
         random.Random(f"{self._seed}:chunk {self.position.chunk}").shuffle(blocks)
         return blocks
@@ -171,7 +171,7 @@ class BlockStream:
     def __iter__(self) -> BlockStream:
         return self
 
-    def __next__(self) -> Block:
+    def __next__(self) -> PackedBlock:
         if not self._chunk:
             self._chunk = self._pack_chunk()
         if self.position.drawn == len(self._chunk):

@@ -34,7 +34,7 @@ def plan_budget(settings: UptrainSettings) -> Budget:
         UsageError: no budget, more than one, or a fraction without the number of pretraining tokens.
     """
     refuse_other_than_one(settings)
-    per_step = settings.batch * settings.block
+    per_step = settings.batch * settings.sequence_length
     if settings.steps is not None:
         return Budget(settings.steps, per_step)
     tokens = settings.tokens

@@ -94,8 +94,8 @@ def targets_per_token(settings: UptrainSettings, model_writes: bool) -> float:
     """Target tokens for each token of a block: of span corruption as it counts them; pairs are taken to be even."""
     if not model_writes or settings.target_column is not None:
         return 1.0
-    corrupt = SpanCorruption(tuple(range(settings.block)), 0, settings.noise_density, settings.mean_span)
-    return corrupt.lengths(corrupt.tokens_for(settings.block))[1] / settings.block
+    corrupt = SpanCorruption(tuple(range(settings.sequence_length)), 0, settings.noise_density, settings.mean_span)
+    return corrupt.lengths(corrupt.tokens_for(settings.sequence_length))[1] / settings.sequence_length
 
 
 def flops_per_token(student: Shape, teacher: Shape | None = None, targets: float = 1.0) -> int:
@@ -111,7 +111,7 @@ def flops_per_token(student: Shape, teacher: Shape | None = None, targets: float
 
 
 @dataclass(frozen=True)
-class Plan:
+class CostEstimate:
     """What a run takes.
 
     Attributes:
@@ -127,7 +127,7 @@ class Plan:
         return sum(self.memory.values())
 
 
-def plan_cost(
+def estimate_cost(
     settings: UptrainSettings,
     tokens: int,
     student: Shape,
@@ -138,7 +138,7 @@ def plan_cost(
     sharded: bool = False,
     bf16: bool = False,
     cpu: bool = False,
-) -> Plan:
+) -> CostEstimate:
     """Estimate a run on ``processes`` devices.
 
     Weights, their gradients and AdamW's two moments are float32; under FSDP each device holds its share of all that
@@ -154,7 +154,7 @@ def plan_cost(
         cpu: the devices are CPUs, where chunks of logits are smaller.
     """
     share = processes if sharded else 1
-    positions = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.block
+    positions = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.sequence_length
     kept = (12 * student.hidden + 5 * student.inner) * positions * (_KEPT_IN_BF16 if bf16 else _FLOAT32)
     targets = targets_per_token(settings, bool(student.decoder_layers))
     layers = student.layers + student.decoder_layers * targets
@@ -175,7 +175,7 @@ def plan_cost(
     if teacher is not None and settings.hidden_weight:
         # the teacher's, of what is written; they make room for the differences one by one
         memory["hidden states"] = round(layer * (student.decoder_layers * targets or student.layers))
-    return Plan(flops_per_token(student, teacher, targets) * tokens, memory)
+    return CostEstimate(flops_per_token(student, teacher, targets) * tokens, memory)
 
 
 def _state(settings: UptrainSettings, student: Shape) -> int:
@@ -200,7 +200,7 @@ def on_paper(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any
     return model, dtype.itemsize
 
 
-def refuse_what_cannot_fit(plan: Plan, available: int, where: str) -> None:
+def refuse_what_cannot_fit(plan: CostEstimate, available: int, where: str) -> None:
     """Raise where a plan needs more memory than a device has.
 
     Raises:

@@ -15,8 +15,8 @@ from ...console import human_bytes, human_seconds, info
 from ...corpus import HELDOUT, is_local, open_corpus
 from ...errors import HeadfoldError
 from ..data.mixture import name_of, open_mixture
-from ..data.objective import choose_exercise, refuse_meaningless
-from ..loss.hidden_states import Taps, refuse_unlike_layers
+from ..data.objective import choose_objective, refuse_meaningless
+from ..loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from ..models.student import refuse_long_blocks
 from ..models.teacher import converted_from, other_vocabulary
 from ..optim import freeze_the_rest, refuse_untried
@@ -24,7 +24,7 @@ from ..processes.devices import has_fast_bf16, memory_bytes
 from ..processes.launch import Layout
 from ..settings import UptrainSettings
 from .budget import plan_budget, refuse_uneven
-from .cost import Shape, on_paper, plan_cost, refuse_what_cannot_fit
+from .cost import Shape, estimate_cost, on_paper, refuse_what_cannot_fit
 from .pretraining import resolve_pretraining
 
 _MEASURED_STEPS = 10
@@ -69,7 +69,7 @@ def look_ahead(
         return rows
     model, _ = on_paper(source.folder, trust_remote_code=trust_remote_code)
     _refuse_text(settings, source, model, trust_remote_code)
-    refuse_long_blocks(settings.block, model.config)
+    refuse_long_blocks(settings.sequence_length, model.config)
     freeze_the_rest(model, settings.train)
     student = Shape.of(model)
     place = _teacher_on_paper(settings, source)
@@ -77,7 +77,7 @@ def look_ahead(
     if place and taught_by is not None:
         _refuse_teacher(settings, model, place, taught_by)
     cpu, bf16 = _computing(settings, layout, here=device_bytes is None)
-    plan = plan_cost(
+    plan = estimate_cost(
         settings,
         budget.tokens,
         student,
@@ -116,7 +116,7 @@ def _refuse_text(settings: UptrainSettings, source: Checkpoint, model: Any, trus
     if settings.eval_data is not None and is_local(settings.eval_data):
         open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if any(source.folder.glob("tokenizer*")):  # a config alone is enough for the rest of a dry run
-        choose_exercise(settings, load_tokenizer(source.folder, trust_remote_code=trust_remote_code), model)
+        choose_objective(settings, load_tokenizer(source.folder, trust_remote_code=trust_remote_code), model)
 
 
 def _refuse_teacher(settings: UptrainSettings, model: Any, place: str, teacher: Any) -> None:
@@ -128,7 +128,7 @@ def _refuse_teacher(settings: UptrainSettings, model: Any, place: str, teacher: 
     if Shape.of(teacher).vocabulary != Shape.of(model).vocabulary:
         raise other_vocabulary(place)
     if settings.hidden_weight:
-        refuse_unlike_layers(Taps(model), Taps(teacher))
+        refuse_unlike_layers(LayerOutputs(model), LayerOutputs(teacher))
 
 
 def _computing(settings: UptrainSettings, layout: Layout, here: bool) -> tuple[bool, bool]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .head import Split, divert
-from .hidden_states import Taps, layer_distance
-from .token_losses import Objective, Sums
+from .hidden_states import LayerOutputs, layer_distance
+from .token_losses import LossSums, TrainingLoss
 
 _LOGITS_BYTES = {"cpu": 16 * 2**20}
 _LOGITS_BYTES_ELSEWHERE = 256 * 2**20
@@ -36,15 +36,15 @@ class Lesson:
         layers_BTC: what each of the teacher's layers put out; None where hidden states are left alone.
     """
 
-    objective: Objective
+    objective: TrainingLoss
     keep_BT: Tensor
     targets_N: Tensor
     teacher_NX: Tensor | None = None
     teacher: Split | None = None
     layers_BTC: list[Tensor] | None = None
 
-    def chunk(self, logits_NV: Tensor, place: slice) -> tuple[Sums, Tensor]:
-        """Sums and gradient for the logits of the positions at ``place``."""
+    def chunk(self, logits_NV: Tensor, place: slice) -> tuple[LossSums, Tensor]:
+        """LossSums and gradient for the logits of the positions at ``place``."""
         teacher_NV = None
         if self.teacher is not None and self.teacher_NX is not None:
             with torch.no_grad():
@@ -52,8 +52,8 @@ class Lesson:
         return self.objective(logits_NV, self.targets_N[place], teacher_NV)
 
 
-def teach_in_chunks(model: Any, taps: Taps | None = None) -> Split:
-    """Let ``model(lesson=Lesson, **inputs)`` return the :class:`Sums` of that lesson; other calls stay as they are.
+def teach_in_chunks(model: Any, taps: LayerOutputs | None = None) -> Split:
+    """Let ``model(lesson=Lesson, **inputs)`` return the :class:`LossSums` of that lesson; other calls stay as they are.
 
     The loss is computed inside the call of the head, which is inside that of the model, since a sharded model has its
     whole weights there and nowhere else.
@@ -63,13 +63,13 @@ def teach_in_chunks(model: Any, taps: Taps | None = None) -> Split:
     """
     split = Split(model)
 
-    def on_head(lesson: Lesson, states_NX: Tensor) -> Sums:
+    def on_head(lesson: Lesson, states_NX: Tensor) -> LossSums:
         if split.whole:
             return _lesson_sums(split, lesson, states_NX)
-        sums: Sums = split.head(states_NX, lesson=lesson)
+        sums: LossSums = split.head(states_NX, lesson=lesson)
         return sums
 
-    def on_model(*, lesson: Lesson, **inputs: Any) -> Sums:
+    def on_model(*, lesson: Lesson, **inputs: Any) -> LossSums:
         if taps is None or lesson.layers_BTC is None:
             return on_head(lesson, split.features(**inputs)[lesson.keep_BT])
         with taps.watching() as layers_BTC:
@@ -83,10 +83,10 @@ def teach_in_chunks(model: Any, taps: Taps | None = None) -> Split:
     return split
 
 
-def _lesson_sums(split: Split, lesson: Lesson, states_NX: Tensor) -> Sums:
+def _lesson_sums(split: Split, lesson: Lesson, states_NX: Tensor) -> LossSums:
     size = chunk_size(split.vocabulary, states_NX.device)
     apply: Any = _ChunkedLoss.apply
-    return Sums(*apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
+    return LossSums(*apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits_of: Callable[[Tensor], Tensor],
-        loss_of: Callable[[Tensor, slice], tuple[Sums, Tensor]],
+        loss_of: Callable[[Tensor, slice], tuple[LossSums, Tensor]],
         size: int,
         states_NX: Tensor,
         *parameters: Tensor,
@@ -104,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         grad_NX = torch.empty_like(states_NX)
         grads: list[Tensor] = []
-        totals = torch.zeros(len(Sums._fields), device=states_NX.device)
+        totals = torch.zeros(len(LossSums._fields), device=states_NX.device)
         for first in range(0, len(states_NX), size):
             place = slice(first, first + size)
             with torch.enable_grad():

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError, UsageError
 _TINY = torch.finfo(torch.float32).tiny  # keeps a position whose states are all zero from dividing by zero
 
 
-class Taps:
+class LayerOutputs:
     """Hands out what each decoder layer of a model puts out in a pass.
 
     Args:
@@ -55,7 +55,7 @@ class Taps:
             self._seen = None
 
 
-def refuse_unlike_layers(student: Taps, teacher: Taps) -> None:
+def refuse_unlike_layers(student: LayerOutputs, teacher: LayerOutputs) -> None:
     """Raise where the layers of two models cannot be compared one by one.
 
     Raises:

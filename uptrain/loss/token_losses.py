@@ -19,7 +19,7 @@ from torch import Tensor
 Direction = Literal["forward", "reverse"]
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Summed over positions, float32: the weighted loss, and what it is made of (zero where not asked for).
 
     Nats, but for ``hidden``, which has no unit (:func:`headfold.uptrain.loss.hidden_states.layer_distance`).
@@ -69,7 +69,7 @@ _DIVERGENCES = {"forward": forward_divergence, "reverse": reverse_divergence}
 
 
 @dataclass(frozen=True)
-class Objective:
+class TrainingLoss:
     """What a run minimises: ``weight`` · divergence from the teacher + (1 − ``weight``) · cross-entropy, and
     ``hidden_weight`` · distance of the hidden states to the teacher's.
 
@@ -86,19 +86,19 @@ class Objective:
     direction: Direction = "forward"
     hidden_weight: float = 0.0
 
-    def __call__(self, logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[Sums, Tensor]:
+    def __call__(self, logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[LossSums, Tensor]:
         """The sums, and the gradient (N, V) of ``loss`` by the student's logits."""
         zero = torch.zeros((), device=logits_NV.device)
         if teacher_NV is None:
             loss, grad_NV = cross_entropy(logits_NV, targets_N)
-            return Sums(loss, loss, zero, zero), grad_NV
+            return LossSums(loss, loss, zero, zero), grad_NV
         divergence, grad_NV = _DIVERGENCES[self.direction](logits_NV, teacher_NV, self.temperature)
         if self.weight == 1:
-            return Sums(divergence, zero, divergence, zero), grad_NV
+            return LossSums(divergence, zero, divergence, zero), grad_NV
         loss, text_grad_NV = cross_entropy(logits_NV, targets_N)
         grad_NV.mul_(self.weight).add_(text_grad_NV, alpha=1 - self.weight)
-        return Sums(self.weight * divergence + (1 - self.weight) * loss, loss, divergence, zero), grad_NV
+        return LossSums(self.weight * divergence + (1 - self.weight) * loss, loss, divergence, zero), grad_NV
 
-    def with_hidden(self, sums: Sums, hidden: Tensor) -> Sums:
+    def with_hidden(self, sums: LossSums, hidden: Tensor) -> LossSums:
         """The sums with the distance of the hidden states added."""
         return sums._replace(loss=sums.loss + self.hidden_weight * hidden, hidden=hidden)

@@ -19,17 +19,17 @@ def build_student(source: Checkpoint, from_scratch: bool, trust_remote_code: boo
     return blank_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
-def refuse_long_blocks(block: int, config: Any) -> None:
+def refuse_long_blocks(sequence_length: int, config: Any) -> None:
     """Raise where a block is longer than the positions that the model has.
 
     Raises:
         UsageError: it is.
     """
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and block > longest:
+    if longest is not None and sequence_length > longest:
         raise UsageError(
-            f"Blocks of {block} tokens are longer than the {longest} that the model can take.",
-            f"Give --block {longest}.",
+            f"Blocks of {sequence_length} tokens are longer than the {longest} that the model can take.",
+            f"Give --sequence-length {longest}.",
         )
 
 

@@ -17,7 +17,7 @@ from ...console import info, warn
 from ...errors import HeadfoldError, UsageError
 from ..idle import TAUGHT, refuse_idle
 from ..loss.head import Split, divert
-from ..loss.hidden_states import Taps
+from ..loss.hidden_states import LayerOutputs
 from ..settings import UptrainSettings
 from .isolation import refuse_leaks
 
@@ -90,7 +90,7 @@ class Teacher:
     def __init__(self, accelerator: Accelerator, model: Any, tapped: bool = False) -> None:
         self.model, self._accelerator = model, accelerator
         self.split = Split(model)
-        self.taps = Taps(model) if tapped else None  # before it is sharded, which renames its layers' classes
+        self.taps = LayerOutputs(model) if tapped else None  # before it is sharded, which renames its layers' classes
         # through the model's own call, since a sharded model has its whole weights only there
         divert(model, "features", lambda *, features, **inputs: self.split.features(**inputs))
         if accelerator.is_fsdp2:

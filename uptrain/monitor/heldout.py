@@ -20,7 +20,7 @@ from ...corpus import HELDOUT, open_corpus
 from ...eval.scoring.perplexity import Perplexity, exponential, score
 from ...eval.scoring.targets import Asking, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_documents
-from ..processes.devices import Abandoned, anyone
+from ..processes.devices import StopRequested, anyone
 from ..settings import UptrainSettings
 from .metrics import Metrics
 
@@ -28,7 +28,7 @@ _PORTION_WINDOWS = 32
 
 
 @dataclass(frozen=True)
-class Watch:
+class HeldoutText:
     """The held-out text."""
 
     documents: Sequence[ScoredDocument]
@@ -42,12 +42,12 @@ class Watch:
             asked: says whether this process was asked to stop; looked at between portions of the text.
 
         Raises:
-            Abandoned: a process was.
+            StopRequested: a process was.
         """
         parts: list[Perplexity] = []
         for portion in self._portions():
             if parts and anyone(accelerator, asked()):
-                raise Abandoned
+                raise StopRequested
             parts.append(score(model, portion, window=self.window, accelerator=accelerator).total())
         nats = math.fsum(part.nll_nats for part in parts)
         return exponential(nats / sum(part.tokens for part in parts))
@@ -71,18 +71,20 @@ class Watch:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def open_watch(settings: UptrainSettings, tokenizer: Any, model: Any) -> Watch | None:
+def open_heldout(settings: UptrainSettings, tokenizer: Any, model: Any) -> HeldoutText | None:
     """The text that the settings name; for an encoder-decoder as targets of the kind that it is trained on."""
     if settings.eval_data is None:
         return None
     corpus = open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if is_encoder_decoder(model):
         column = settings.target_column is not None
-        asking = Asking(settings.block, column, settings.noise_density, settings.mean_span)
+        asking = Asking(settings.sequence_length, column, settings.noise_density, settings.mean_span)
         targets = target_text(tokenizer, corpus, asking, max_tokens=settings.eval_tokens)
-        return Watch(targets.documents, {**corpus.describe(), "asking": str(asking.describe())}, settings.block)
+        return HeldoutText(
+            targets.documents, {**corpus.describe(), "asking": str(asking.describe())}, settings.sequence_length
+        )
     documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.eval_tokens)
-    return Watch(documents, corpus.describe(), settings.block)
+    return HeldoutText(documents, corpus.describe(), settings.sequence_length)
 
 
 class Follower:
@@ -95,12 +97,12 @@ class Follower:
         tokens_per_step: of the run.
 
     Attributes:
-        asked: says whether this process was asked to stop; then scoring raises ``Abandoned``.
+        asked: says whether this process was asked to stop; then scoring raises ``StopRequested``.
     """
 
     def __init__(
         self,
-        watch: Watch | None,
+        watch: HeldoutText | None,
         accelerator: Accelerator,
         metrics: Metrics,
         *,
@@ -173,7 +175,7 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
 
     Args:
         lines: of the metrics.
-        text: :attr:`Watch.identity`; only what was measured on this text counts.
+        text: :attr:`HeldoutText.identity`; only what was measured on this text counts.
 
     Returns:
         1 where the source is reached; None where it was not measured or was not better at the start, and before the

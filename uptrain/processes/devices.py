@@ -93,7 +93,7 @@ def _settle_sharding(accelerator: Accelerator) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-class Abandoned(Exception):
+class StopRequested(Exception):
     """Work was given up because a process was asked to stop: weights, optimizer and random state are as before it."""
 
 

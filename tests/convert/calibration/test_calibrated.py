@@ -32,7 +32,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def text(text_file: Path, **changes) -> Calibration:
-    return Calibration(str(text_file), **{"tokens": 2048, "block": 32, "refine": 0, **changes})
+    return Calibration(str(text_file), **{"tokens": 2048, "sequence_length": 32, "refine": 0, **changes})
 
 
 def test_text_brings_the_result_closer_and_refinement_closer_still(plan, tiny_checkpoint, text_file, tmp_path):

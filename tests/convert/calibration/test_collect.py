@@ -143,9 +143,9 @@ class _Characters:
 )
 def test_blocks_are_packed_with_the_tokenizers_separator(bos, eos, expected) -> None:
     corpus = Corpus("here", "1", lambda: iter([Document("a", "abc"), Document("b", "defg")]))
-    blocks = token_blocks(corpus, _Characters(bos, eos), tokens=6, block=3)
+    blocks = token_blocks(corpus, _Characters(bos, eos), tokens=6, sequence_length=3)
     assert blocks.flatten().tolist() == expected[:6]
-    short = token_blocks(corpus, _Characters(bos, eos), tokens=100, block=4)
+    short = token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=4)
     assert short.shape == (len(expected) // 4, 4)
     with pytest.raises(DataError, match="fewer than one block of 50"):
-        token_blocks(corpus, _Characters(bos, eos), tokens=100, block=50)
+        token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=50)

@@ -43,7 +43,7 @@ def moment(states: Tensor) -> Tensor:
 
 def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded", encoder=True)
-    calibration = Calibration(str(text), 400, block=BLOCK, statistics=tmp_path / "statistics")
+    calibration = Calibration(str(text), 400, sequence_length=BLOCK, statistics=tmp_path / "statistics")
     found = calibrate(plan, calibration)
     modules = [block.module for block in plan.family.blocks]
     assert len(modules) == 2 + 4
@@ -136,7 +136,9 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
     source = _with_turned_heads(tiny_t5, tmp_path / "source")
     plan = plan_conversion(source, groups=2, method=method, grouping=None)
     kept = tmp_path / "statistics"
-    out = convert_calibrated(plan, tmp_path / "out", Calibration(str(text), 400, block=BLOCK, statistics=kept))
+    out = convert_calibrated(
+        plan, tmp_path / "out", Calibration(str(text), 400, sequence_length=BLOCK, statistics=kept)
+    )
     expected = logits(source)
     torch.testing.assert_close(logits(out), expected, rtol=1e-3, atol=2e-4 * expected.abs().max().item())
     assert Statistics.open(kept).layers == 4
@@ -147,7 +149,17 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
 
 
 def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
-    options = ["--groups", "2", "--encoder", "--calibration", str(text), "--calibration-tokens", "400", "--block", "24"]
+    options = [
+        "--groups",
+        "2",
+        "--encoder",
+        "--calibration",
+        str(text),
+        "--calibration-tokens",
+        "400",
+        "--sequence-length",
+        "24",
+    ]
     for last in (["--dry-run"], []):
         with pytest.raises(SystemExit) as ended:
             cli.main(["convert", str(tiny_t5), *options, "-o", str(tmp_path / "out"), *last])
@@ -159,7 +171,7 @@ def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_p
     entry = last_entry(tmp_path / "out", "convert")
     assert entry is not None
     assert (entry["method"], entry["grouping"], entry["encoder_converted"]) == ("folded", "contiguous", True)
-    assert entry["statistics"]["block"] == "24"
+    assert entry["statistics"]["sequence_length"] == "24"
     assert entry["refinement"] is None
     config = load_language_model(tmp_path / "out").config
     assert config.num_key_value_heads == config.encoder_num_key_value_heads == 2
@@ -168,7 +180,7 @@ def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_p
 def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded")
     with pytest.raises(UnsupportedError, match="Refinement is not offered for encoder-decoders"):
-        convert_calibrated(plan, tmp_path / "out", Calibration(str(text), 400, block=BLOCK, refine=10))
+        convert_calibrated(plan, tmp_path / "out", Calibration(str(text), 400, sequence_length=BLOCK, refine=10))
     for tokens, why in ((600, "sentinels"), (1, "too few")):
         with pytest.raises(UsageError, match=why):
             corrupted(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))

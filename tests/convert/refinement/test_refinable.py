@@ -35,7 +35,9 @@ def plan(tiny_checkpoint: Path) -> Callable[..., Plan]:
 
 @pytest.fixture
 def text(text_file: Path) -> Callable[..., Calibration]:
-    return lambda **changes: Calibration(str(text_file), **{"tokens": 2048, "block": 32, "refine": 3, **changes})
+    return lambda **changes: Calibration(
+        str(text_file), **{"tokens": 2048, "sequence_length": 32, "refine": 3, **changes}
+    )
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, mo
     with pytest.raises(HeadfoldError, match=told) as problem:
         convert_calibrated(plan(), tmp_path / "out", text())
     assert problem.value.exit_code == 1
-    assert "--block" in (problem.value.hint or "")
+    assert "--sequence-length" in (problem.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
@@ -140,10 +142,19 @@ def test_the_way_out_depends_on_the_device() -> None:
 
 
 def test_blocks_of_another_length(tiny_checkpoint, text_file, tmp_path) -> None:
-    options = ["--calibration", str(text_file), "--calibration-tokens", "512", "--block", "16", "--refine", "0"]
+    options = [
+        "--calibration",
+        str(text_file),
+        "--calibration-tokens",
+        "512",
+        "--sequence-length",
+        "16",
+        "--refine",
+        "0",
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.main(["convert", str(tiny_checkpoint), "-g", "1", *options, "-o", str(tmp_path / "out")])
     assert not ended.value.code
     entry = last_entry(tmp_path / "out", "convert")
     assert entry is not None
-    assert (entry["statistics"]["block"], entry["statistics"]["tokens"]) == ("16", "512")
+    assert (entry["statistics"]["sequence_length"], entry["statistics"]["tokens"]) == ("16", "512")

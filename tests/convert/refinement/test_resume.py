@@ -156,7 +156,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
         convert_calibrated(
             plan_conversion({str(tiny_checkpoint)!r}, groups=1, method="folded"),
             Path({str(tmp_path / "out")!r}),
-            Calibration({str(text_file)!r}, tokens=2048, block=32, refine=3),
+            Calibration({str(text_file)!r}, tokens=2048, sequence_length=32, refine=3),
         )
     """
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
@@ -164,7 +164,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.refinement" / "layer-0000.safetensors").exists()
     plan = plan_conversion(tiny_checkpoint, groups=1, method="folded")
-    text = Calibration(str(text_file), tokens=2048, block=32, refine=3)
+    text = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=3)
     for name in ("out", "undisturbed"):
         convert_calibrated(plan, tmp_path / name, text)
     results = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "undisturbed")]

@@ -218,7 +218,7 @@ def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, t
     source = _save_with_words(model, tmp_path / "source", words)
     groups = ROUTES[route][3]
     plan = plan_conversion(source, groups=groups, method="folded", grouping="contiguous")
-    calibration = Calibration(str(text_file), tokens=2048, block=32, refine=20)
+    calibration = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=20)
     folded = load_causal_lm(convert_calibrated(plan, tmp_path / "folded", calibration)).eval()
     mean = load_causal_lm(convert_checkpoint(source, tmp_path / "mean", groups=groups)).eval()
     assert difference(model, folded) < difference(model, mean)
@@ -229,7 +229,9 @@ def test_statistics_serve_every_number_of_groups_although_the_types_differ(tmp_p
     """GPT-2 becomes GPTBigCode with one group and our own type with two; the layers of both read the same."""
     words = " ".join(json.loads(line)["text"] for line in text_file.read_text().splitlines())
     source = _save_with_words(tiny_model("gpt2"), tmp_path / "source", words)
-    calibration = Calibration(str(text_file), tokens=512, block=32, refine=0, statistics=tmp_path / "statistics")
+    calibration = Calibration(
+        str(text_file), tokens=512, sequence_length=32, refine=0, statistics=tmp_path / "statistics"
+    )
     plans = [plan_conversion(source, groups=groups, method="folded") for groups in (2, 1)]
     for plan in plans:
         convert_calibrated(plan, tmp_path / plan.family.model_type, calibration)

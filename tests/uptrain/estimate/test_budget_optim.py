@@ -15,7 +15,7 @@ from tiny import tiny_model
 
 
 def test_fraction_of_the_pretraining_tokens_rounds_up_to_whole_steps():
-    budget = plan_budget(UptrainSettings(fraction=0.05, pretraining_tokens=1_000_000, block=512, batch=8))
+    budget = plan_budget(UptrainSettings(fraction=0.05, pretraining_tokens=1_000_000, sequence_length=512, batch=8))
     assert (budget.steps, budget.tokens_per_step, budget.tokens) == (13, 4096, 13 * 4096)
     assert budget.tokens - 50_000 < 4096
 

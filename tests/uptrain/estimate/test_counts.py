@@ -35,7 +35,8 @@ class OneSecond:
 def paired(settings, pairs_file):
     """Pairs of 3 to 10 tokens in blocks of 32, four a step."""
     return settings(
-        data=str(pairs_file), source_column="input", target_column="answer.back", block=32, steps=6, save_every=2,
+        data=str(pairs_file), source_column="input", target_column="answer.back", sequence_length=32, steps=6,
+        save_every=2,
         teacher=None,
     )  # fmt: skip
 
@@ -43,8 +44,8 @@ def paired(settings, pairs_file):
 @pytest.fixture
 def by_hand(paired, tiny_t5, pairs_file):
     """(source tokens, target tokens) of each step."""
-    exercise = Pairs(load_tokenizer(tiny_t5), load_language_model(tiny_t5), block=32, seed=paired.seed)
-    mixture = Mixture(open_mixture([str(pairs_file)], Columns("input", "answer.back")), exercise)
+    objective = Pairs(load_tokenizer(tiny_t5), load_language_model(tiny_t5), sequence_length=32, seed=paired.seed)
+    mixture = Mixture(open_mixture([str(pairs_file)], Columns("input", "answer.back")), objective)
     steps = [[next(mixture) for _ in range(4)] for _ in range(6)]
     return [tuple(sum(map(len, side)) for side in zip(*step, strict=True)) for step in steps]
 

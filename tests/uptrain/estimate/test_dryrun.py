@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headfold.errors import HeadfoldError, UsageError
-from headfold.uptrain.estimate.cost import Shape, on_paper, plan_cost
+from headfold.uptrain.estimate.cost import Shape, estimate_cost, on_paper
 from headfold.uptrain.estimate.dryrun import look_ahead, measure
 from headfold.uptrain.processes.launch import Layout
 from headfold.uptrain.settings import UptrainSettings
@@ -13,23 +13,23 @@ from headfold.uptrain.settings import UptrainSettings
 def test_operations_and_memory_of_a_known_model():
     """Llama-2-7B: 6.74 G parameters, 16 bytes each for weights, gradient and moments, 2 more for a copy in bf16."""
     llama = Shape(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
-    settings = UptrainSettings(block=4096, micro_batch=1, gradient_checkpointing=True)
-    alone = plan_cost(settings, 10**9, llama, llama, bf16=True)
+    settings = UptrainSettings(sequence_length=4096, micro_batch=1, gradient_checkpointing=True)
+    alone = estimate_cost(settings, 10**9, llama, llama, bf16=True)
     multiplied = 6_738_415_616 - 131_072_000
     assert alone.flops == 8 * multiplied * 10**9
     held = sum(alone.memory[name] for name in ("weights", "gradients", "optimizer"))
     assert held == 16 * 6_738_415_616
     assert alone.memory["teacher"] == 2 * 6_738_415_616
     assert alone.memory["weights in bf16"] == 2 * 6_738_415_616
-    shared = plan_cost(settings, 10**9, llama, llama, processes=8, sharded=True, bf16=True)
+    shared = estimate_cost(settings, 10**9, llama, llama, processes=8, sharded=True, bf16=True)
     assert "weights in bf16" not in shared.memory
     assert shared.memory["weights"] == alone.memory["weights"] // 8
     assert shared.memory["activations"] == alone.memory["activations"]
-    kept = plan_cost(settings.model_copy(update={"gradient_checkpointing": False}), 10**9, llama, bf16=True)
+    kept = estimate_cost(settings.model_copy(update={"gradient_checkpointing": False}), 10**9, llama, bf16=True)
     assert kept.memory["activations"] > 10 * alone.memory["activations"] / 4
     hidden = settings.model_copy(update={"hidden_weight": 1.0})
-    assert plan_cost(hidden, 10**9, llama, llama, bf16=True).memory["hidden states"] == 32 * 4096 * 4096 * 4
-    small = plan_cost(settings.model_copy(update={"micro_batch": 64, "batch": 1}), 10**9, llama, llama, bf16=True)
+    assert estimate_cost(hidden, 10**9, llama, llama, bf16=True).memory["hidden states"] == 32 * 4096 * 4096 * 4
+    small = estimate_cost(settings.model_copy(update={"micro_batch": 64, "batch": 1}), 10**9, llama, llama, bf16=True)
     assert small.memory["activations"] == alone.memory["activations"]  # no more than the batch
 
 
@@ -62,8 +62,8 @@ def test_activations_are_what_autograd_keeps(model_type, bf16):
         found = sum(kept.values())
         del states
     shape = Shape.of(model)
-    wanted = UptrainSettings(block=64, micro_batch=4, target_column="answer" if pair else None)
-    plan = plan_cost(wanted, 1, shape, bf16=bf16)
+    wanted = UptrainSettings(sequence_length=64, micro_batch=4, target_column="answer" if pair else None)
+    plan = estimate_cost(wanted, 1, shape, bf16=bf16)
     head = shape.vocabulary * shape.hidden
     copied = 2 * (shape.parameters - shape.looked_up - head) if bf16 else 0  # of the layers alone
     assert found / 2 < plan.memory["activations"] + copied < found * 2
@@ -101,10 +101,10 @@ def test_positions_of_a_decoder_are_looked_up_too():
 def test_hidden_states_stand_in_memory_for_what_is_written(tiny_t5):
     """Those of the two decoder layers at 114 targets for 512 tokens read, against those of a decoder for all 512."""
     shape = Shape.of(on_paper(tiny_t5)[0])
-    wanted = UptrainSettings(block=512, micro_batch=2, hidden_weight=1.0)
-    assert plan_cost(wanted, 1, shape, shape).memory["hidden states"] == 2 * 2 * 114 * 32 * 4
+    wanted = UptrainSettings(sequence_length=512, micro_batch=2, hidden_weight=1.0)
+    assert estimate_cost(wanted, 1, shape, shape).memory["hidden states"] == 2 * 2 * 114 * 32 * 4
     pairs = wanted.model_copy(update={"target_column": "answer"})
-    assert plan_cost(pairs, 1, shape, shape).memory["hidden states"] == 2 * 2 * 512 * 32 * 4
+    assert estimate_cost(pairs, 1, shape, shape).memory["hidden states"] == 2 * 2 * 512 * 32 * 4
 
 
 def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
@@ -139,7 +139,9 @@ def test_what_a_run_computes_in_is_what_is_counted(
     monkeypatch.setattr(dryrun, "has_fast_bf16", lambda cpu: amx if cpu else gpu)
     monkeypatch.setattr(dryrun, "memory_bytes", lambda device: 10**12)
     plans = []
-    monkeypatch.setattr(dryrun, "plan_cost", lambda *a, **named: plans.append(plan_cost(*a, **named)) or plans[-1])
+    monkeypatch.setattr(
+        dryrun, "estimate_cost", lambda *a, **named: plans.append(estimate_cost(*a, **named)) or plans[-1]
+    )
     wanted = settings(**{"precision": "auto", "batch": 8, "teacher": str(tiny_checkpoint), **given})
     rows = dict(look_ahead(tiny_checkpoint, wanted, layout))
     assert rows["forward pass in"] == expected
@@ -162,7 +164,7 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_the_run(tiny_
         ("tiny_t5", {"isolate_documents": True}, Layout(), "models without an encoder"),
         ("tiny_checkpoint", {"target_column": "answer.back"}, Layout(), "LlamaForCausalLM has no encoder"),
         ("tiny_checkpoint", {"noise_density": 0.3}, Layout(), "LlamaForCausalLM has no encoder"),
-        ("tiny_checkpoint", {"block": 65}, Layout(), "longer than the 64"),
+        ("tiny_checkpoint", {"sequence_length": 65}, Layout(), "longer than the 64"),
     ],
 )
 def test_what_a_run_refuses_is_refused_before_it(which, given, layout, why, settings, request):

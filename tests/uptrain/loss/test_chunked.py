@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from headfold.uptrain.loss import chunked as headloss
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
-from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.loss.token_losses import TrainingLoss
 from tiny import tiny_model
 
 IDS = torch.randint(5, 200, (3, 12), generator=torch.Generator().manual_seed(2))
@@ -32,7 +32,7 @@ def teach(model, objective=None, teacher=None):
     if teacher is not None:
         with torch.no_grad():
             features = teacher.features(input_ids=IDS, use_cache=False)[KEEP]
-    lesson = Lesson(objective or Objective(), KEEP, TARGETS, features, teacher)
+    lesson = Lesson(objective or TrainingLoss(), KEEP, TARGETS, features, teacher)
     loss = model(lesson=lesson, input_ids=IDS, use_cache=False).loss
     loss.backward()
     return loss.detach()
@@ -64,7 +64,7 @@ def test_chunked_loss_and_gradients_are_the_plain_ones(model_type):
 
 def test_so_they_are_with_a_teacher_a_temperature_and_text(plain_loss):
     model, teacher = tiny_model("gemma2"), tiny_model("gemma2", seed=1)
-    objective = Objective(0.6, 2.0, "reverse")
+    objective = TrainingLoss(0.6, 2.0, "reverse")
     with torch.no_grad():
         taught = teacher(input_ids=IDS, use_cache=False).logits[KEEP]
     plain_loss(objective, model(input_ids=IDS, use_cache=False).logits[KEEP], TARGETS, taught).backward()
@@ -77,13 +77,13 @@ def test_so_they_are_with_a_teacher_a_temperature_and_text(plain_loss):
 
 def test_no_more_than_a_chunk_of_logits_is_made_at_once(monkeypatch):
     seen = []
-    real = Objective.__call__
+    real = TrainingLoss.__call__
 
     def spy(self, logits_NV, targets_N, teacher_NV):
         seen.append((len(logits_NV), None if teacher_NV is None else len(teacher_NV)))
         return real(self, logits_NV, targets_N, teacher_NV)
 
-    monkeypatch.setattr(Objective, "__call__", spy)
+    monkeypatch.setattr(TrainingLoss, "__call__", spy)
     model = tiny_model("llama")
     teach_in_chunks(model)
     teach(model, teacher=Split(tiny_model("llama", seed=1)))
@@ -165,7 +165,7 @@ def test_a_lesson_without_positions_adds_nothing():
     """A micro-batch of one-token documents that are kept apart; the next one counts as always."""
     model = tiny_model("llama")
     teach_in_chunks(model)
-    empty = Lesson(Objective(), torch.zeros_like(KEEP), TARGETS[:0])
+    empty = Lesson(TrainingLoss(), torch.zeros_like(KEEP), TARGETS[:0])
     sums = model(lesson=empty, input_ids=IDS, use_cache=False)
     sums.loss.backward()
     assert not any(float(one.detach()) for one in sums)

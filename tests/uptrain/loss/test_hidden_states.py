@@ -10,8 +10,8 @@ from headfold.errors import UnsupportedError, UsageError
 from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
-from headfold.uptrain.loss.hidden_states import Taps, layer_distance, refuse_unlike_layers
-from headfold.uptrain.loss.token_losses import Objective
+from headfold.uptrain.loss.hidden_states import LayerOutputs, layer_distance, refuse_unlike_layers
+from headfold.uptrain.loss.token_losses import TrainingLoss
 from headfold.uptrain.models.teacher import Teacher
 from runs import metrics, same, weights
 from safetensors.torch import save_file
@@ -58,7 +58,7 @@ def test_the_distance_is_the_slow_reference_and_so_is_its_gradient():
 
 
 def lesson_of(teacher, objective) -> Lesson:
-    taps, split = Taps(teacher), Split(teacher)
+    taps, split = LayerOutputs(teacher), Split(teacher)
     with torch.no_grad(), taps.watching() as layers:
         states_NX = split.features(input_ids=IDS, use_cache=False)[KEEP]
     return Lesson(objective, KEEP, TARGETS, states_NX, split, layers)
@@ -69,11 +69,11 @@ def test_the_loss_of_a_model_is_that_of_its_own_hidden_states(model_type, plain_
     """Against `output_hidden_states` and autograd; the last of those is taken after the final norm, so a tap of the
     teacher's and the student's last layer stands in for it."""
     model, teacher = tiny_model(model_type), tiny_model(model_type, seed=1)
-    objective = Objective(0.6, 2.0, "forward", 0.7)
+    objective = TrainingLoss(0.6, 2.0, "forward", 0.7)
     found = {}
     for name, one in (("student", model), ("teacher", teacher)):
         last = []
-        final = Taps(one).layers[-1]
+        final = LayerOutputs(one).layers[-1]
         hook = final.register_forward_hook(lambda *given, seen=last: seen.append(given[2]))
         with torch.set_grad_enabled(name == "student"):
             outputs = one(input_ids=IDS, use_cache=False, output_hidden_states=True)
@@ -85,7 +85,7 @@ def test_the_loss_of_a_model_is_that_of_its_own_hidden_states(model_type, plain_
     plain.backward()
     expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
-    teach_in_chunks(model, Taps(model))
+    teach_in_chunks(model, LayerOutputs(model))
     sums = model(lesson=lesson_of(teacher, objective), input_ids=IDS, use_cache=False)
     sums.loss.backward()
     assert float(sums.loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
@@ -97,14 +97,14 @@ def test_the_loss_of_a_model_is_that_of_its_own_hidden_states(model_type, plain_
 
 def test_a_model_is_at_no_distance_from_itself():
     model, teacher = tiny_model("llama"), tiny_model("llama")
-    teach_in_chunks(model, Taps(model))
-    sums = model(lesson=lesson_of(teacher, Objective(hidden_weight=1.0)), input_ids=IDS, use_cache=False)
+    teach_in_chunks(model, LayerOutputs(model))
+    sums = model(lesson=lesson_of(teacher, TrainingLoss(hidden_weight=1.0)), input_ids=IDS, use_cache=False)
     assert float(sums.hidden.detach()) == pytest.approx(0, abs=1e-8)
 
 
 def test_the_layers_of_a_decoder_are_tapped_and_not_those_of_an_encoder():
     model = tiny_model("t5")
-    taps = Taps(model)
+    taps = LayerOutputs(model)
     assert taps.layers == list(model.decoder.block)
     assert taps.hidden_size == model.config.d_model
 
@@ -112,12 +112,12 @@ def test_the_layers_of_a_decoder_are_tapped_and_not_those_of_an_encoder():
 def test_what_cannot_be_compared_layer_by_layer_is_refused():
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="2 layers of width 64 and the teacher 6 layers of width 64"):
-        refuse_unlike_layers(Taps(model), Taps(tiny_model("gemma3_text")))
+        refuse_unlike_layers(LayerOutputs(model), LayerOutputs(tiny_model("gemma3_text")))
     with pytest.raises(UnsupportedError, match="ran 1 layers in a pass and its teacher 2"):
         layer_distance(states(1, 0), states(2, 0), KEEP)
     model._no_split_modules = None
     with pytest.raises(UsageError, match="does not say which of its modules are layers"):
-        Taps(model)
+        LayerOutputs(model)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_an_encoder_decoder_is_compared_where_it_writes():
     ids_BS, mask_BS, labels_BT = padded(pairs, 1)
     models = [tiny_model("t5", seed=seed) for seed in (0, 1)]
     inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "decoder_input_ids": labels_BT.clamp_min(1)}
-    keep_BT, taps = labels_BT >= 0, [Taps(model) for model in models]
+    keep_BT, taps = labels_BT >= 0, [LayerOutputs(model) for model in models]
     with torch.no_grad():
         found = []
         for model, tap in zip(models, taps, strict=True):
@@ -195,7 +195,7 @@ def test_an_encoder_decoder_is_compared_where_it_writes():
     split = Split(models[1])
     with torch.no_grad(), taps[1].watching() as layers:
         states_NX = split.features(use_cache=False, **inputs)[keep_BT]
-    lesson = Lesson(Objective(hidden_weight=1.0), keep_BT, labels_BT[keep_BT], states_NX, split, layers)
+    lesson = Lesson(TrainingLoss(hidden_weight=1.0), keep_BT, labels_BT[keep_BT], states_NX, split, layers)
     sums = models[0](lesson=lesson, use_cache=False, **inputs)
     assert float(sums.hidden.detach()) == pytest.approx(expected, rel=1e-5)
     sums.loss.backward()

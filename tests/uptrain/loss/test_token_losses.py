@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from headfold.uptrain.loss.token_losses import Objective, cross_entropy, forward_divergence, reverse_divergence
+from headfold.uptrain.loss.token_losses import TrainingLoss, cross_entropy, forward_divergence, reverse_divergence
 
 
 def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -36,8 +36,8 @@ def test_divergences_are_what_they_say(divergence, swap, temperature):
 
 
 OBJECTIVES = [
-    (Objective(), False), (Objective(), True), (Objective(0.3), True), (Objective(0.7, 2.0), True),
-    (Objective(1.0, 3.0, "reverse"), True), (Objective(0.5, 1.0, "reverse"), True), (Objective(0.0), True),
+    (TrainingLoss(), False), (TrainingLoss(), True), (TrainingLoss(0.3), True), (TrainingLoss(0.7, 2.0), True),
+    (TrainingLoss(1.0, 3.0, "reverse"), True), (TrainingLoss(0.5, 1.0, "reverse"), True), (TrainingLoss(0.0), True),
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, t
 
 def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     """Loss and gradient, and the first token of a document is nobody's target."""
-    wanted = settings(isolate_documents=True, batch=1, micro_batch=1, clip=1e9)
+    wanted = settings(isolate_documents=True, batch=1, micro_batch=1, max_grad_norm=1e9)
     model, plain = tiny_model("llama"), tiny_model("llama")
     optimizer = make_optimizer(model, wanted)
     optimizer.zero_grad = lambda: None
@@ -67,7 +67,7 @@ def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(m
     opens[1, [2, 3, 5, 6, 8, 9]] = True
     found = []
     for micro_batch in (1, 2):
-        wanted = settings(isolate_documents=True, batch=2, micro_batch=micro_batch, clip=1e9)
+        wanted = settings(isolate_documents=True, batch=2, micro_batch=micro_batch, max_grad_norm=1e9)
         model = tiny_model(model_type)
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None

@@ -36,7 +36,14 @@ def test_gq087_the_loss_at_the_start_tells_near_equal_heads_from_wrongly_paired_
     """A model that has learnt to count, its heads repeated and merged again: source, result and uniform guess."""
     watched = {"eval_data": str(text_file), "eval_tokens": 1500, "teacher": None}
     counting = settings(
-        **watched, steps=150, block=32, batch=8, micro_batch=8, learning_rate=1e-2, save_every=1000, log_every=50
+        **watched,
+        steps=150,
+        sequence_length=32,
+        batch=8,
+        micro_batch=8,
+        learning_rate=1e-2,
+        save_every=1000,
+        log_every=50,
     )
     trained = uptrain_checkpoint(tiny_checkpoint, tmp_path / "trained", counting)
     source = metrics(trained, "eval")[-1]["perplexity"]

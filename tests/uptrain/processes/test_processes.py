@@ -70,7 +70,7 @@ def one(tiny_checkpoint, text_file, tmp_path_factory):
         key = json.dumps(changes, sort_keys=True)
         if key not in made:
             values = {
-                "data": str(text_file), "block": 16, "batch": 4, "micro_batch": 2, "learning_rate": 3e-3,
+                "data": str(text_file), "sequence_length": 16, "batch": 4, "micro_batch": 2, "learning_rate": 3e-3,
                 "precision": "fp32", "device": "cpu", "log_every": 1, "save_every": 5, "seed": 3, "steps": 12,
                 "eval_data": str(text_file), "eval_tokens": 400, "eval_every": 6, "teacher": None,
             }  # fmt: skip

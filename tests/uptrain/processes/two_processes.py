@@ -63,7 +63,7 @@ def abandoned_at(at: int, *arguments) -> None:
 def pairs(checkpoint: str, t5: str, pairs_file: str, folder: Path) -> None:
     """An encoder-decoder on pairs, of which the processes have unequal numbers of targets."""
     common = {
-        "data": pairs_file, "source_column": "input", "target_column": "answer.back", "block": 16, "batch": 4,
+        "data": pairs_file, "source_column": "input", "target_column": "answer.back", "sequence_length": 16, "batch": 4,
         "micro_batch": 1, "learning_rate": 1e-2, "precision": "fp32", "device": "cpu", "log_every": 1, "seed": 3,
         "eval_data": pairs_file, "eval_tokens": 100, "steps": 4, "tracker": ("none",), "teacher": t5,
         "distillation_weight": 0.5,
@@ -74,7 +74,7 @@ def pairs(checkpoint: str, t5: str, pairs_file: str, folder: Path) -> None:
 def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pairs_file: str) -> None:
     torch.set_num_threads(1)
     common = {
-        "data": text, "block": 16, "batch": 4, "micro_batch": 1, "learning_rate": 3e-3, "precision": "fp32",
+        "data": text, "sequence_length": 16, "batch": 4, "micro_batch": 1, "learning_rate": 3e-3, "precision": "fp32",
         "device": "cpu", "log_every": 1, "save_every": 5, "seed": 3, "eval_data": text, "eval_tokens": 400,
         "eval_every": 6, "steps": 12, "tracker": ("none",),
     }  # fmt: skip
