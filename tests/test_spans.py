@@ -42,17 +42,17 @@ def test_lengths_are_those_of_t5():
 @given(
     sequence_length=st.integers(6, 400), seed=st.integers(0, 2**32), density=st.floats(0.05, 0.6), span=st.floats(1, 8)
 )
-def test_nothing_is_lost_and_lengths_are_as_counted(block, seed, density, span):
+def test_nothing_is_lost_and_lengths_are_as_counted(sequence_length, seed, density, span):
     corrupt = SpanCorruption(T5.sentinels, EOS, density, span)
     try:
-        tokens = corrupt.tokens_for(block)
+        tokens = corrupt.tokens_for(sequence_length)
     except UsageError:
         return
     ids = list(range(100, 100 + tokens))
     pair = corrupt(ids, random.Random(seed))
     assert refilled(pair) == ids
     assert (len(pair.source), len(pair.target)) == corrupt.lengths(tokens)
-    assert len(pair.source) <= block
+    assert len(pair.source) <= sequence_length
     used = [token for token in pair.target if token in T5.sentinels]
     assert used == list(T5.sentinels[: len(used)])  # from <extra_id_0> on, in order
 
@@ -100,9 +100,9 @@ def test_a_tokenizer_without_sentinels_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("sequence_length", "why"), [(2, "too small"), (4096, "227 spans")])
-def test_blocks_that_cannot_be_corrupted_are_refused(block, why):
+def test_blocks_that_cannot_be_corrupted_are_refused(sequence_length, why):
     with pytest.raises(UsageError, match=why):
-        T5.tokens_for(block)
+        T5.tokens_for(sequence_length)
 
 
 @pytest.mark.parametrize(("tokens", "why"), [(0, "too few"), (1, "too few"), (4096, "100 sentinels")])

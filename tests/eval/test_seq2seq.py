@@ -22,7 +22,7 @@ from headfold.eval.report.write import print_report, rebuild_report
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.targets import Asking, TargetDocument, target_text
 from headfold.eval.settings import EvalSettings
-from headfold.pairs import ModelPair, padded
+from headfold.pairs import Pair, padded
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 QUICK = {"window": 32, "device": "cpu", "contexts": [8], "decode_batches": [2], "new_tokens": 3, "repeats": 1}
@@ -60,11 +60,11 @@ def test_nats_are_the_loss_of_transformers_pair_by_pair(tiny_t5, words_file):
 
 def test_batches_and_their_padding_change_nothing_but_a_wrong_target_does(tiny_t5):
     model = load_language_model(tiny_t5)
-    pairs = [ModelPair(list(range(3, 3 + length)), list(range(4, 4 + length // 2 + 1))) for length in (3, 8, 5)]
+    pairs = [Pair(list(range(3, 3 + length)), list(range(4, 4 + length // 2 + 1))) for length in (3, 8, 5)]
     documents = [TargetDocument("a", pairs[:2]), TargetDocument("b", pairs[2:])]
     totals = [score(model, documents, batch_size=size).total().nll_nats for size in (1, 2, 3)]
     assert totals == pytest.approx([totals[0]] * 3, rel=1e-6)
-    wrong = [TargetDocument("a", [ModelPair(one.source, one.target[::-1]) for one in pairs])]
+    wrong = [TargetDocument("a", [Pair(one.source, one.target[::-1]) for one in pairs])]
     assert abs(score(model, wrong).total().nll_nats - totals[0]) > 1e-3
 
 
@@ -261,7 +261,7 @@ def test_converted_ones_are_scored_by_their_own_loss_and_both_caches_shrink(mode
 
     tiny_pair(model_type).save_pretrained(tmp_path / "source")
     model = load_language_model(convert_checkpoint(tmp_path / "source", tmp_path / "few", groups=2)).eval()
-    pairs = [ModelPair(list(range(5, 5 + length)), list(range(40, 41 + length // 2))) for length in (9, 4, 7)]
+    pairs = [Pair(list(range(5, 5 + length)), list(range(40, 41 + length // 2))) for length in (9, 4, 7)]
     nats = score(model, [TargetDocument("a", pairs)], batch_size=2).total().nll_nats
     own = 0.0
     for pair in pairs:

@@ -80,20 +80,20 @@ def test_epochs_are_shuffled_differently_and_by_the_seed():
 
 
 @given(stop=st.integers(0, 40), sequence_length=st.integers(2, 23), chunk=st.sampled_from([1, 3, 1000]))
-def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, block, chunk):
+def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, sequence_length, chunk):
     corpus = numbered(10, 7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headfold.uptrain.data.packed._CHUNK_TOKENS", chunk * block)
-        _continues_exactly(corpus, stop, block)
+        patch.setattr("headfold.uptrain.data.packed._CHUNK_TOKENS", chunk * sequence_length)
+        _continues_exactly(corpus, stop, sequence_length)
 
 
-def _continues_exactly(corpus, stop, block):
-    whole = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=block, seed=5)
+def _continues_exactly(corpus, stop, sequence_length):
+    whole = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     expected = take(whole, 60)
-    begun = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=block, seed=5)
+    begun = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     before = take(begun, stop)
     saved = Position(**json.loads(json.dumps(begun.position.to_json())))
-    after = take(BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=block, seed=5, position=saved), 60 - stop)
+    after = take(BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved), 60 - stop)
     assert before + after == expected
 
 
@@ -134,9 +134,9 @@ def test_gq079_processes_share_a_step_without_overlap(processes):
 
 
 @given(length=st.integers(1, 9), sequence_length=st.integers(2, 12))
-def test_openings_stand_where_documents_begin(length, block):
-    stream = BlockStream(numbered(12, length), Encoder(Numbers(eos=0)), sequence_length=block, seed=0)
-    taken = [next(stream) for _ in range(12 * (length + 1) // block)]
+def test_openings_stand_where_documents_begin(length, sequence_length):
+    stream = BlockStream(numbered(12, length), Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=0)
+    taken = [next(stream) for _ in range(12 * (length + 1) // sequence_length)]
     for one in taken:
         assert one.openings == [place for place, token in enumerate(one.ids) if token and token % 100 == 0]
 
