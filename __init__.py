@@ -1,35 +1,82 @@
-"""headfold: turn a pretrained multi-head-attention checkpoint into a grouped-query one, and show what it cost."""
+"""headfold: turn a multi-head-attention checkpoint into a grouped-query one, and show the quality it costs.
+
+The public Python API is what ``__all__`` lists. docs/python.md shows it at work.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     __version__ = version("headfold")
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-# The public Python API; imported on first use, so that `import headfold` and `headfold --help` need no torch.
-_API = {
+# Type checkers and editors read these imports. At run time a name is imported when it is first used, so that
+# `import headfold` and `headfold --help` need no torch.
+if TYPE_CHECKING:
+    from .checkpoint.source import Checkpoint
+    from .convert.check import check_checkpoint
+    from .convert.inspect import inspect_checkpoint
+    from .convert.run import convert_checkpoint, plan_conversion
+    from .convert.settings import ConvertSettings
+    from .errors import HeadfoldError
+    from .eval.compare import compare
+    from .eval.settings import EvalSettings
+    from .recipes.run import run_recipe
+    from .recipes.schema import Recipe, load_recipe
+    from .recipes.settings import SweepSettings
+    from .recipes.sweep import sweep
+    from .uptrain.loop import uptrain_checkpoint
+    from .uptrain.settings import UptrainSettings
+
+_MODULES = {
     "Checkpoint": ".checkpoint.source",
-    "convert_checkpoint": ".convert.run",
-    "convert_calibrated": ".convert.calibrated",
-    "inspect_checkpoint": ".convert.inspect",
-    "plan_conversion": ".convert.run",
-    "uptrain_checkpoint": ".uptrain.loop",
-    "UptrainSettings": ".uptrain.settings",
-    "compare": ".eval.compare",
+    "ConvertSettings": ".convert.settings",
     "EvalSettings": ".eval.settings",
-    "load_recipe": ".recipes.schema",
-    "run_recipe": ".recipes.run",
     "HeadfoldError": ".errors",
+    "Recipe": ".recipes.schema",
+    "SweepSettings": ".recipes.settings",
+    "UptrainSettings": ".uptrain.settings",
+    "check_checkpoint": ".convert.check",
+    "compare": ".eval.compare",
+    "convert_checkpoint": ".convert.run",
+    "inspect_checkpoint": ".convert.inspect",
+    "load_recipe": ".recipes.schema",
+    "plan_conversion": ".convert.run",
+    "run_recipe": ".recipes.run",
+    "sweep": ".recipes.sweep",
+    "uptrain_checkpoint": ".uptrain.loop",
 }
-__all__ = ["__version__", *_API]
+
+__all__ = [
+    "Checkpoint",
+    "ConvertSettings",
+    "EvalSettings",
+    "HeadfoldError",
+    "Recipe",
+    "SweepSettings",
+    "UptrainSettings",
+    "__version__",
+    "check_checkpoint",
+    "compare",
+    "convert_checkpoint",
+    "inspect_checkpoint",
+    "load_recipe",
+    "plan_conversion",
+    "run_recipe",
+    "sweep",
+    "uptrain_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _API:
+    if name not in _MODULES:
         raise AttributeError(f"module 'headfold' has no attribute {name!r}")
-    return getattr(import_module(_API[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

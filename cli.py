@@ -50,6 +50,7 @@ app.command(
     "convert",
     epilog="Example: `headfold convert meta-llama/Llama-2-7b-hf --groups 8 --calibration text.jsonl -o llama-gqa8`",
 )(convert_command.convert)
+app.command("check", epilog="Example: `headfold check ./llama-2-7b-gqa8`")(convert_command.check)
 app.command(
     "inspect",
     epilog="Example: `headfold inspect ./llama-2-7b`, or with text: `… --groups 8,4 --statistics moments.safetensors`",

@@ -1,94 +1,41 @@
-"""The commands `convert` and `inspect`: read options, call one function, print."""
+"""The commands `convert`, `check` and `inspect`: read options, call one function, print."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import console
 from ..checkpoint.push import push, require_login
-from ..checkpoint.shards import shard_bytes
-from ..checkpoint.source import Checkpoint
 from ..errors import UsageError
-from ..options import DryRun, Overwrite, Source, Trust, numbers
-from .early import convert_early, foresee, worth_it
+from ..options import DryRun, Out, Overwrite, Revision, Source, Trust, numbers, with_settings
 from .serving import SIZES, STACKS, parallel_warnings, shown
+from .settings import ConvertSettings
+
+if TYPE_CHECKING:
+    from .plan import Plan  # imports torch, which `--help` must not wait for
 
 TargetTp = Annotated[
     int | None,
-    typer.Option("--target-tp", min=1, help="Devices you will serve on (tensor parallelism): say what that means."),
+    typer.Option(
+        "--target-tp", min=1, help="Devices you will serve on (tensor parallelism): warn if heads do not fit."
+    ),
 ]
 
 
+@with_settings("convert")
 def convert(
+    settings: ConvertSettings,
     checkpoint: Source,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write. It appears whole or not at all.")
-    ] = None,
-    groups: Annotated[
-        int | None, typer.Option("--groups", "-g", help="KV heads of the result; divides those of the source.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How a group becomes one head: mean, first, random, aligned or folded. "
-            "Default: folded where calibration text is given, else mean."
-        ),
-    ] = None,
-    grouping: Annotated[
-        str | None,
-        typer.Option(
-            help="Which heads form a group: contiguous (neighbours) or similarity. "
-            "Default: similarity for folded, where heads may change places."
-        ),
-    ] = None,
-    encoder: Annotated[
-        bool, typer.Option("--encoder", help="Of an encoder-decoder, convert the encoder as well as the decoder.")
-    ] = False,
-    rescale: Annotated[
-        bool, typer.Option("--rescale", help="With aligned: give the averaged head the mean norm of its members.")
-    ] = False,
-    calibration: Annotated[
-        str | None, typer.Option(help="Text the method may look at; never the text you will evaluate on.")
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of that text to read.")] = 131_072,
-    sequence_length: Annotated[
-        int,
-        typer.Option(
-            "--sequence-length",
-            "--block",
-            min=1,
-            help="Tokens of one block of that text; best as many as the model will read at once.",
-        ),
-    ] = 512,
-    statistics: Annotated[
-        Path | None, typer.Option(help="File to keep the statistics of the text in, or to take them from.")
-    ] = None,
-    refine: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Training steps per layer that fit each block to the source; 0 for none. "
-            "Default: 200 for folded where calibration text is given.",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where calibration and refinement run: cpu, cuda, …")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the method random, and of the order of the text in refinement.")] = 0,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Size of the weight files, such as 5GB. Default: as the source has them.")
-    ] = None,
+    out: Out,
     target_tp: TargetTp = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="REPO_ID", help="Upload the result to this repository when it is finished.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make that repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Convert nothing: check that config, weight files and model class agree.")
-    ] = False,
+    revision: Revision = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     trust_remote_code: Trust = False,
@@ -98,65 +45,27 @@ def convert(
     Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
     converted correctly is refused by name, and nothing of it is left.
     """
-    if check:
-        _check(checkpoint, revision)
-        return
-    if groups is None or out is None:
-        raise UsageError("A conversion needs --groups and --out.", "For example: --groups 8 -o OUT; or --check alone.")
-    if rescale:
-        method = _rescaled(method)
-    if refine and not calibration:
-        raise UsageError("Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file.")
-    _warn_about_devices(groups, target_tp)
+    _warn_about_devices(settings.groups, target_tp)
     if push_to_hub is not None and not dry_run:
         require_login(push_to_hub)
-    shard = None if max_shard_size is None else shard_bytes(max_shard_size)
-    looks_at_text = calibration is not None or statistics is not None
-    source = Checkpoint.open(checkpoint, revision=revision)
-    foreseen = foresee(source, groups, method or "mean", grouping or "contiguous", shard)
-    if foreseen and worth_it(source) and not (dry_run or looks_at_text or encoder):
-        chosen = method or "mean"
-        convert_early(
-            source, out, foreseen, groups=groups, method=chosen, max_shard_bytes=shard, overwrite=overwrite, seed=seed
-        )
-        _finish(out, push_to_hub, private)
-        return
-    from .plan import default_method
     from .run import plan_conversion, run_plan, say_what_is_odd
 
-    method = method or default_method(looks_at_text=looks_at_text)
-    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, encoder=encoder)
-    plan = replace(plan, max_shard_bytes=shard)
+    plan = plan_conversion(checkpoint, settings, revision=revision)
     if dry_run:
-        shards = ("weight files", str(len(source.headers)), str(len(plan.out_files())))
-        console.table(f"Converting {checkpoint} by {method}", ["", "source", "result"], [*plan.describe(), shards])
+        show_plan(plan)
         say_what_is_odd(plan)
         return
-    if looks_at_text and not refine and not plan.rewrites_queries:
-        console.warn(f"{method} looks at no text, so --calibration and --statistics change nothing.")
-    if looks_at_text:
-        from .calibrated import Calibration, convert_calibrated
-
-        text = Calibration(calibration, calibration_tokens, sequence_length, refine, statistics, device)
-        convert_calibrated(plan, out, text, overwrite=overwrite, seed=seed, trust_remote_code=trust_remote_code)
-    else:
-        if method == "folded":
-            console.warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
-        run_plan(plan, out, overwrite=overwrite, seed=seed)
-    _finish(out, push_to_hub, private)
-
-
-def _rescaled(method: str | None) -> str:
-    if method != "aligned":
-        raise UsageError("--rescale belongs to --method aligned.", "Leave it out, or add --method aligned.")
-    return "aligned+rescale"
-
-
-def _finish(out: Path, repo_id: str | None, private: bool) -> None:
-    """Push where that is asked for; the path of the result is the last line."""
+    run_plan(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     console.result(out)
-    if repo_id is not None:
-        console.info(f"Pushed: {push(out, repo_id, private=private)}")
+    if push_to_hub is not None:
+        console.info(f"Pushed: {push(out, push_to_hub, private=private)}")
+
+
+def show_plan(plan: Plan) -> None:
+    """Print the table of ``--dry-run``."""
+    shards = ("weight files", str(len(plan.source.headers)), str(len(plan.out_files())))
+    title = f"Converting {plan.source.spec} by {plan.method_name}"
+    console.table(title, ["", "source", "result"], [*plan.describe(), shards])
 
 
 def _warn_about_devices(groups: int, devices: int | None) -> None:
@@ -165,7 +74,8 @@ def _warn_about_devices(groups: int, devices: int | None) -> None:
             console.warn(f"{warning}.")
 
 
-def _check(checkpoint: str, revision: str | None) -> None:
+def check(checkpoint: Source, revision: Revision = None) -> None:
+    """Check that the config, the weight files and the model class of a checkpoint agree. No weight is read."""
     from .check import check_checkpoint
 
     found = check_checkpoint(checkpoint, revision=revision)
@@ -183,12 +93,12 @@ def inspect(
         Path | None, typer.Option(help="Statistics that `convert --calibration TEXT --statistics FILE` wrote.")
     ] = None,
     target_tp: TargetTp = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what a checkpoint is, and what its KV cache would be at every number of groups. config.json is enough.
+    """Describe a checkpoint, and the size of its KV cache at every number of groups. config.json is enough.
 
-    With --groups and --statistics: the share of K and V energy that `folded` would lose in each layer.
+    With --groups and --statistics, predict for each layer the share of K and V energy that `folded` would lose.
     """
     if (groups is None) != (statistics is None):
         raise UsageError("Predicting damage needs both --groups and --statistics.", "See `headfold inspect --help`.")

@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..checkpoint.modelling import admit
-from ..checkpoint.shards import resharded
+from ..checkpoint.shards import resharded, shard_bytes
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor
 from ..console import human_bytes
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError
 from .family.attention_layer import AttentionLayer
 from .family.config_edit import with_number
 from .family.family import Family, find_family, refuse_quantised
@@ -25,8 +25,7 @@ from .methods.table import METHODS, Method
 from .rewrites.encoder_decoder import as_own, is_pair, side
 from .rewrites.retyped import RetypedCheckpoint, RewrittenCheckpoint
 from .rewrites.routes import rewritten
-
-GROUPINGS = ("contiguous", "similarity")
+from .settings import ConvertSettings
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,19 @@ class Plan:
     Attributes:
         actions: source tensor → what becomes of it; every tensor of the source is here.
         config_text: config.json of the result.
-        max_shard_bytes: size of the result's weight files; None keeps the boundaries of the source's.
     """
 
     source: Checkpoint
+    settings: ConvertSettings
     family: Family
-    groups: int
     method_name: str
     grouping: str
     actions: dict[str, Action]
     config_text: str
-    max_shard_bytes: int | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.settings.groups
 
     @property
     def method(self) -> Method:
@@ -100,7 +101,8 @@ class Plan:
             path = safetensors_name(file.relative_to(self.source.folder))
             if tensors:
                 files.append(OutFile(path, tuple(tensors), header.metadata))
-        return files if self.max_shard_bytes is None else resharded(files, self.max_shard_bytes)
+        size = self.settings.max_shard_size
+        return files if size is None else resharded(files, shard_bytes(size))
 
     @property
     def weight_bytes(self) -> int:
@@ -161,52 +163,33 @@ class Plan:
         ]
 
 
-def default_method(*, looks_at_text: bool) -> str:
-    """The method where the user named none."""
-    return "folded" if looks_at_text else "mean"
-
-
 def _default_grouping(method: str, family: Family) -> str:
     """Similarity for ``folded`` where heads may change places: measured, see docs/results.md."""
     movable = all(block.fixed is None for block in family.blocks)
     return "similarity" if method == "folded" and movable else "contiguous"
 
 
-def make_plan(
-    source: Checkpoint,
-    groups: int,
-    method: str = "mean",
-    *,
-    grouping: str | None = "contiguous",
-    encoder: bool = False,
-) -> Plan:
+def make_plan(source: Checkpoint, settings: ConvertSettings) -> Plan:
     """Decide what to do with every tensor; nothing is written.
 
     Of weights, embeddings and heads that may be copies of each other are compared; no other is read.
-
-    Args:
-        grouping: None for the better one of those that the family allows.
-        encoder: of an encoder-decoder, merge the heads of the encoder, too.
 
     Raises:
         UsageError: the method, the grouping or the number of groups is impossible.
         UnsupportedError: this checkpoint cannot be converted correctly (in this way).
         CheckpointError: the checkpoint contradicts itself.
     """
-    if method not in METHODS:
-        raise UsageError(f"There is no method {method}.", f"Methods: {', '.join(METHODS)}.")
-    if grouping not in (None, *GROUPINGS):
-        raise UsageError(f"There is no grouping {grouping}.", f"Groupings: {', '.join(GROUPINGS)}.")
+    groups, method = settings.groups, settings.resolved_method
     refuse_quantised(source)
     admit(source.config, source.folder)
     source = as_own(rewritten(source, groups))
-    family = find_family(source, groups, encoder=encoder)
-    grouping = grouping or _default_grouping(method, family)
+    family = find_family(source, groups, encoder=settings.encoder)
+    grouping = settings.grouping or _default_grouping(method, family)
     kept = "compute" if isinstance(source, RewrittenCheckpoint) else "copy"
     actions = {name: Action(kept, name, info.shape) for name, info in source.tensors.items()}
     if any(setting.heads != groups for setting in family.settings):
         _plan_blocks(source, family, groups, method, grouping, actions)
-    return Plan(source, family, groups, method, grouping, actions, _edited_config(source, family, groups))
+    return Plan(source, settings, family, method, grouping, actions, _edited_config(source, family, groups))
 
 
 def _edited_config(source: Checkpoint, family: Family, groups: int) -> str:

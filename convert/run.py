@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,30 @@ from ..checkpoint.card import write_card
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
-from ..checkpoint.shards import shard_bytes
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
 from ..console import info, progress, warn
+from ..errors import UsageError
+from ..settings import validated
+from .calibration.calibrate import (
+    CalibrationText,
+    SourceModel,
+    kept_statistics,
+    new_statistics,
+    read_text,
+    refuse_missing_device,
+    refuse_statistics_inside,
+)
 from .calibration.statistics import Statistics
 from .family.verify import verify
 from .methods.layer import new_tensors
 from .methods.table import MethodContext
 from .plan import Plan, make_plan
+from .refinement.resume import RefineWork, remove_work
+from .refinement.start import Refinement, fit_settings, refinement_steps, settled
 from .rewrites.encoder_decoder import settle_generation
-from .rewrites.materialise import say_route, settle_tokenizer
+from .rewrites.materialise import loadable, say_route, settle_tokenizer
+from .settings import ConvertSettings
 
 _RESERVE_BYTES = 64 * 2**20
 
@@ -32,30 +46,24 @@ _RESERVE_BYTES = 64 * 2**20
 def convert_checkpoint(
     source: str | Path,
     out: str | Path,
+    settings: ConvertSettings | None = None,
     *,
-    groups: int,
-    method: str = "mean",
-    grouping: str = "contiguous",
-    encoder: bool = False,
-    statistics: str | Path | None = None,
-    max_shard_size: str | None = None,
     overwrite: bool = False,
-    seed: int = 0,
     revision: str | None = None,
+    trust_remote_code: bool = False,
+    **fields: Any,
 ) -> Path:
-    """Turn a checkpoint with K KV heads into one with ``groups``.
+    """Turn a checkpoint with K KV heads into one with G.
+
+    A refinement that was killed continues after its last finished layer when the call is repeated: its work lies in
+    ``OUT.refinement`` until ``out`` is published.
 
     Args:
         source: a folder or a hub id (then with ``revision``).
         out: the folder to write; it appears only when everything is done and checked.
-        groups: KV heads of the result; divides those of the source.
-        method: how a group becomes one head, a key of ``METHODS``.
-        grouping: which heads form a group: neighbours (``contiguous``), or those that share best (``similarity``).
-        encoder: of an encoder-decoder, merge the heads of the encoder, too; else those of the decoder alone.
-        statistics: file of second moments from calibration; without it a method that could use them goes without data.
-        max_shard_size: of the weight files, such as ``5GB``; without it the source's boundaries stay.
+        settings: groups, method, calibration text and so on. Or give its fields as keywords: ``groups=8``.
         overwrite: replace an output folder that is there.
-        seed: for the random method.
+        trust_remote_code: run Python code that comes with the checkpoint, where text is read.
 
     Returns:
         ``out``.
@@ -63,66 +71,107 @@ def convert_checkpoint(
     Raises:
         HeadfoldError: of one of its kinds, with nothing written.
     """
-    plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, encoder=encoder, revision=revision)
-    if max_shard_size is not None:
-        plan = replace(plan, max_shard_bytes=shard_bytes(max_shard_size))
-    moments = None if statistics is None else Statistics.open(Path(statistics))
-    return run_plan(plan, Path(out), statistics=moments, overwrite=overwrite, seed=seed)
+    plan = plan_conversion(source, settings, revision=revision, **fields)
+    return run_plan(plan, Path(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
 
 
 def plan_conversion(
     source: str | Path | Checkpoint,
+    settings: ConvertSettings | None = None,
     *,
-    groups: int,
-    method: str = "mean",
-    grouping: str | None = "contiguous",
-    encoder: bool = False,
     revision: str | None = None,
+    **fields: Any,
 ) -> Plan:
-    """What :func:`convert_checkpoint` would do, with nothing written: this is ``--dry-run``.
-
-    Args:
-        grouping: None for the better one of those that the family allows.
-        encoder: of an encoder-decoder, merge the heads of the encoder, too.
-    """
+    """Decide what :func:`convert_checkpoint` does, and write nothing: this is ``--dry-run``."""
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source, revision=revision)
-    return make_plan(checkpoint, groups, method, grouping=grouping, encoder=encoder)
+    return make_plan(checkpoint, settings_from(settings, fields))
 
 
-def run_plan(
+def settings_from(settings: ConvertSettings | None, fields: dict[str, Any]) -> ConvertSettings:
+    """Take settings as they are, or make them from keywords.
+
+    Raises:
+        UsageError: a keyword that is no field, a value that does not fit, or both settings and keywords.
+    """
+    if settings is None:
+        made: ConvertSettings = validated(ConvertSettings, fields, "convert")
+        return made
+    if fields:
+        raise UsageError("Settings and single fields were given together.", "Give one of the two.")
+    return settings
+
+
+def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False) -> Path:
+    """Execute ``plan``; see :func:`convert_checkpoint`."""
+    refuse_occupied(out, overwrite)
+    refuse_overlap(plan.source.folder, out)
+    if not plan.settings.looks_at_text:
+        if plan.method_name == "folded":
+            warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
+        return _execute(plan, out, overwrite=overwrite)
+    settings = plan.settings
+    refuse_statistics_inside(settings.statistics, out, plan.source.folder)
+    refuse_missing_device(settings.device)
+    text = read_text(plan.source, settings, trust_remote_code=trust_remote_code)
+    refinement = _refinement(plan, out, text, trust_remote_code)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
+        plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
+        model = SourceModel(plan.source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
+        layers = plan.family.blocks
+        statistics = kept_statistics(plan.source, settings, text, len(layers)) if plan.rewrites_queries else None
+        if refinement is not None:
+            refinement = settled(refinement, model, asked_for=settings.refine is not None)
+        if plan.rewrites_queries and statistics is None:
+            statistics = new_statistics(model, layers, settings, text, scratch)
+        model.release()
+        _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
+    if refinement is not None and refinement.work.exists():
+        remove_work(refinement.work)
+    return out
+
+
+def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
+    """The refinement of the result; None for none."""
+    settings = plan.settings
+    steps = refinement_steps(settings, plan.source.config, by_default=plan.method_name == "folded")
+    if not plan.changes or steps == 0 or text is None:
+        return None
+    conversion = {"number of groups": plan.groups, "method": plan.method_name, "grouping": plan.grouping}
+    return Refinement(
+        plan.family.blocks,
+        text,
+        fit_settings(steps, settings.seed, text),
+        RefineWork.beside(out),
+        conversion,
+        settings.device,
+        trust_remote_code,
+    )
+
+
+def _execute(
     plan: Plan,
     out: Path,
     *,
     statistics: Statistics | None = None,
-    refine: Callable[[Path], dict[str, Any] | None] | None = None,
-    overwrite: bool = False,
-    seed: int = 0,
+    refinement: Refinement | None = None,
+    overwrite: bool,
 ) -> Path:
-    """Execute ``plan``; see :func:`convert_checkpoint`.
-
-    Args:
-        refine: called with the finished folder before it is published, to fit its weights in place; what it returns
-            goes into the record.
-    """
-    refuse_occupied(out, overwrite)
-    refuse_overlap(plan.source.folder, out)
+    """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
-    if statistics is not None:
-        statistics.require_source(plan.source.digest(), len(plan.family.blocks))
     with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
         writer.create()
-        fill_folder(plan, folder, writer, statistics=statistics, refine=refine, seed=seed)
+        _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
     return out
 
 
-def fill_folder(
+def _fill_folder(
     plan: Plan,
     folder: Path,
     writer: ShardWriter,
     *,
-    statistics: Statistics | None = None,
-    refine: Callable[[Path], dict[str, Any] | None] | None = None,
-    seed: int = 0,
+    statistics: Statistics | None,
+    refinement: Refinement | None,
 ) -> None:
     """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
     say_what_is_odd(plan)
@@ -136,22 +185,22 @@ def fill_folder(
         settle_generation(plan.on_disk, folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
     unused = verify(folder)
-    write_weights(plan, writer, statistics, seed)
-    refined = None if refine is None else refine(folder)
+    write_weights(plan, writer, statistics)
+    refined = None if refinement is None else refinement.run(plan.source, folder)
     digest = Checkpoint.open(folder).digest()
-    entry = {**_entry(plan, statistics, seed, unused), "refinement": refined, "digest": digest}
+    entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
     write_record(folder, plan.source.folder, entry)
     write_card(folder)
 
 
-def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None, seed: int) -> None:
+def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
     """Copy what stays and, meanwhile, compute what changes, one block at a time."""
     writer.start_copying()
     blocks = [block for block in plan.family.blocks if block.kv_heads != plan.groups] if plan.changes else []
     with progress(plan.method_name, len(blocks)) as advance, torch.no_grad():
         for block in blocks:
             moment = None if statistics is None else statistics.second_moment(block.layer)
-            context = MethodContext(block.layer, seed, plan.family.initializer_range, moment)
+            context = MethodContext(block.layer, plan.settings.seed, plan.family.initializer_range, moment)
             for name, tensor in new_tensors(plan, block, context).items():
                 writer.put(name, tensor)
             advance()
@@ -190,7 +239,7 @@ def _source_text(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _entry(plan: Plan, statistics: Statistics | None, seed: int, unused: list[str]) -> dict[str, Any]:
+def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict[str, Any]:
     """What headfold.json says about this conversion."""
     notes = [*plan.source.notes, *(plan.family.notes if plan.changes else ())]
     if unused:
@@ -209,7 +258,7 @@ def _entry(plan: Plan, statistics: Statistics | None, seed: int, unused: list[st
         "grouping": plan.grouping,
         "turned": plan.freedom(),
         "statistics": None if statistics is None else statistics.metadata,
-        "seed": seed,
+        "seed": plan.settings.seed,
         "kv_bytes_per_token_before": plan.kv_bytes_per_token(plan.family.kv_heads),
         "kv_bytes_per_token": plan.kv_bytes_per_token(plan.groups),
         **_source_text(plan),

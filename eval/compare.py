@@ -138,7 +138,7 @@ def _results(
     others = [
         (pair.other, against_source(pair, pairs, protocol.window, protocol.stride, tokenizer.decode)) for pair in pairs
     ]
-    return collect(source, others, text, described, command, settings.model_dump())
+    return collect(source, others, text, described, command, settings.model_dump(mode="json"))
 
 
 def _asked(asking: Asking, settings: EvalSettings) -> dict[str, Any]:

@@ -8,43 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import console
-from ..options import DryRun, Source, numbers
+from ..options import DryRun, Source, with_settings
+from .settings import SweepSettings
 
 if TYPE_CHECKING:
     from .schema import Recipe
 
 
+@with_settings("sweep", required=("calibration",))
 def sweep(
+    settings: SweepSettings,
     checkpoint: Source,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table, the plot and the page.")],
-    groups: Annotated[str, typer.Option(help="Numbers of groups, such as 8,4,2,1.")],
-    data: Annotated[str, typer.Option(help="Text to measure on, never the one that calibration sees.")],
-    calibration: Annotated[str, typer.Option(help="Text that the methods may look at.")],
-    methods: Annotated[str, typer.Option(help="Methods, each also with +refine.")] = (
-        "mean,first,random,aligned,folded,folded+refine"
-    ),
-    calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of calibration text to read.")] = 131_072,
-    refine: Annotated[int, typer.Option(min=1, help="Steps per layer for methods with +refine.")] = 200,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 32_768,
-    window: Annotated[int, typer.Option(min=2, help="Tokens that a model sees at once.")] = 512,
-    device: Annotated[str, typer.Option(help="Where calibration and refinement run: cpu, cuda, …")] = "cpu",
 ) -> None:
-    """Convert in many ways and plot perplexity against KV-cache size, before any uptraining: the way to choose G.
+    """Convert in many ways and plot perplexity against KV-cache size, before any uptraining, to choose G.
 
-    Rows that are measured are kept, so a sweep that was stopped goes on.
+    Repeat the same command to continue a sweep that was stopped.
     """
-    from ..convert.calibrated import Calibration
-    from ..eval.report.sweep import COLUMNS, RESULTS_NAME, SweepRow, table_rows
-    from .sweep import SweepSettings
-    from .sweep import sweep as run_sweep
-
-    settings = SweepSettings(
-        numbers(groups), methods.split(","), data, Calibration(calibration, calibration_tokens, device=device),
-        refine, tokens, window,
-    )  # fmt: skip
-    page = run_sweep(checkpoint, out, settings)
     import json
 
+    from ..eval.report.sweep import COLUMNS, RESULTS_NAME, SweepRow, table_rows
+    from .sweep import sweep as run_sweep
+
+    page = run_sweep(checkpoint, out, settings)
     rows = [SweepRow(**row) for row in json.loads((out / RESULTS_NAME).read_text(encoding="utf-8"))["rows"]]
     console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(rows))
     console.result(page)
@@ -82,11 +68,12 @@ def run(
 
 
 def _look_ahead(recipe: Recipe, launch: str | None) -> None:
-    """Print the recipe, and what its uptraining will take; its teacher is the source itself."""
+    """Print the recipe and the plan of each step. The uptraining's teacher is the source itself."""
     import yaml
 
     from ..uptrain.estimate.dryrun import look_ahead
     from ..uptrain.processes.launch import Layout, find_launch, read_layout
+    from .plan import conversion_rows, evaluation_rows
     from .run import refuse_absent_text
 
     refuse_absent_text(recipe)
@@ -95,5 +82,7 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
     settings = recipe.uptrain
     if settings.teacher in ("auto", "source"):
         settings = settings.model_copy(update={"teacher": recipe.checkpoint})
+    console.table(f"Converting {recipe.checkpoint}", ["", "source", "result"], conversion_rows(recipe))
     rows = look_ahead(recipe.checkpoint, settings, layout, refuse=False)
     console.table(f"Uptraining {recipe.checkpoint}", ["", ""], rows)
+    console.table("Comparing", ["", ""], evaluation_rows(recipe))

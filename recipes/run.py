@@ -8,18 +8,17 @@ from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..console import info
-from ..convert.calibrated import Calibration, convert_calibrated
-from ..convert.plan import Plan, default_method
 from ..convert.run import plan_conversion, run_plan
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report, read_results
+from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
 from ..uptrain.loop import uptrain_checkpoint
-from ..uptrain.processes.launch import as_options, launch
+from ..uptrain.processes.launch import launch
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
 
@@ -39,22 +38,25 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
     Raises:
         UsageError: ``folder`` holds the steps of another recipe.
     """
-    plan = _plan(recipe)  # what cannot be done is refused before the folder is claimed
+    plan = plan_conversion(
+        recipe.checkpoint, recipe.convert
+    )  # what cannot be done is refused before the folder is claimed
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
-    if recipe.convert.refine and recipe.convert.calibration is None:
-        raise UsageError("The recipe refines without text.", "Add convert.calibration.")
     refuse_absent_text(recipe)
     _claim(recipe, folder)
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
     if not _done("convert", converted, "Conversion"):
         info(f"Converting {recipe.checkpoint} to {plan.groups} groups by {plan.method_name}.")
-        _convert(recipe, plan, converted)
+        run_plan(plan, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")
         if launch_config is None:
             uptrain_checkpoint(converted, uptrained, recipe.uptrain)
         else:
-            launch(launch_config, ["uptrain", str(converted), "-o", str(uptrained), *as_options(recipe.uptrain)])
+            launch(
+                launch_config,
+                ["uptrain", str(converted), "-o", str(uptrained), *as_options(recipe.uptrain, always=("data",))],
+            )
     if (report / "results.json").exists():
         info(f"Comparison: {report} is there, skipped.")
         print_report(read_results(report / "results.json"))
@@ -77,21 +79,6 @@ def refuse_absent_text(recipe: Recipe) -> None:
     for spec, split, columns in texts:
         if spec is not None and is_local(spec):
             open_corpus(spec, split, columns)
-
-
-def _plan(recipe: Recipe) -> Plan:
-    wanted = recipe.convert
-    method = wanted.method or default_method(looks_at_text=wanted.calibration is not None)
-    return plan_conversion(recipe.checkpoint, groups=wanted.groups, method=method, grouping=wanted.grouping)
-
-
-def _convert(recipe: Recipe, plan: Plan, out: Path) -> None:
-    wanted = recipe.convert
-    text = Calibration(wanted.calibration, wanted.calibration_tokens, refine=wanted.refine)
-    if text.data is None and not text.refine:
-        run_plan(plan, out, seed=wanted.seed)
-    else:
-        convert_calibrated(plan, out, text, seed=wanted.seed)
 
 
 def _done(step: str, folder: Path, name: str) -> bool:

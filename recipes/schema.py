@@ -7,41 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from ..convert.settings import ConvertSettings
 from ..errors import UsageError
 from ..eval.settings import EvalSettings
-from ..uptrain.idle import refuse_idle
+from ..settings import Settings
 from ..uptrain.settings import UptrainSettings
 
 _SHIPPED = Path(__file__).parent
 
 
-class ConvertSettings(BaseModel):
-    """How the source becomes a grouped-query checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    groups: int = Field(gt=0, description="KV heads of the result")
-    method: str | None = Field(None, description="how a group becomes one head; folded where there is text, else mean")
-    grouping: str | None = Field(None, description="which heads form a group; similarity for folded")
-    calibration: str | None = Field(None, description="corpus that the method may look at")
-    calibration_tokens: int = Field(131_072, gt=0)
-    refine: int | None = Field(
-        None, ge=0, description="steps per layer that fit each block to the source; 200 for folded where there is text"
-    )
-    seed: int = Field(0, ge=0, description="of the method random and of refinement")
-
-
-class Recipe(BaseModel):
+class Recipe(Settings):
     """The three steps in a row."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     checkpoint: str = Field(description="source: a folder (relative to the recipe), or a hub id")
     convert: ConvertSettings
     uptrain: UptrainSettings
     eval: EvalSettings = EvalSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calibrate_as_it_trains(cls, content: Any) -> Any:
+        """Calibrate at the length that the model trains at, unless the recipe says otherwise."""
+        convert, uptrain = (
+            (content.get(name) for name in ("convert", "uptrain")) if isinstance(content, dict) else 2 * (None,)
+        )
+        if not isinstance(convert, dict) or not isinstance(uptrain, dict) or not convert.get("calibration"):
+            return content
+        length = uptrain.get("sequence_length", uptrain.get("block"))
+        if length is None or convert.keys() & {"sequence_length", "block"}:
+            return content
+        return {**content, "convert": {**convert, "sequence_length": length}}
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -67,7 +64,6 @@ def load_recipe(path: str | Path) -> Recipe:
         recipe = Recipe.model_validate(content)
     except ValidationError as problem:
         raise UsageError(f"{file}: {_explain(problem)}", "See recipes/demo.yaml for a complete example.") from problem
-    refuse_idle(recipe.uptrain, recipe.uptrain.model_fields_set)
     beside = file.parent / recipe.checkpoint
     return recipe.model_copy(update={"checkpoint": str(beside)}) if beside.is_dir() else recipe
 

@@ -6,7 +6,6 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 from ..checkpoint.load import is_seq2seq, load_language_model, load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
-from ..convert.calibrated import Calibration, calibrate, convert_calibrated
+from ..convert.calibration.calibrate import calibrate
 from ..convert.family.meta_model import resolved_config
 from ..convert.methods.table import METHODS
-from ..convert.run import plan_conversion, run_plan
+from ..convert.run import convert_checkpoint, plan_conversion
+from ..convert.settings import CalibrationSettings, ConvertSettings
 from ..corpus import HELDOUT, Corpus, open_corpus
 from ..errors import UnsupportedError, UsageError
 from ..eval.measures.intervals import ratio_estimate
@@ -29,26 +29,9 @@ from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import Asking, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_documents
+from .settings import SweepSettings
 
 SOURCE, REFINED = "source", "+refine"
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """What to convert to, and how to measure.
-
-    Attributes:
-        methods: names of methods; ``folded+refine`` also refines, ``refine`` steps per layer.
-        tokens: held-out tokens to score.
-    """
-
-    groups: Sequence[int]
-    methods: Sequence[str]
-    data: str
-    calibration: Calibration
-    refine: int = 200
-    tokens: int = 32_768
-    window: int = 512
 
 
 def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
@@ -86,14 +69,15 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
         info(f"{len(rows)} rows are there already.")
     if SOURCE not in {row.method for row in rows}:
         rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
-    # one pass over the calibration text serves every row
-    calibration = replace(settings.calibration, statistics=out / "statistics.safetensors")
+    statistics = out / "statistics.safetensors"  # one pass over the calibration text serves every row
     if any(METHODS[method.removesuffix(REFINED)].rewrites_queries for method in settings.methods):
-        calibrate(plans[0], calibration)
+        wanted = _conversion(settings, "folded", plans[0].groups, statistics)
+        calibrate(plans[0].source, plans[0].family.blocks, wanted)
     for groups in settings.groups:
         for method in settings.methods:
             if (method, groups) not in done:
-                rows += _convert_and_measure(checkpoint, method, groups, documents, calibration, settings)
+                wanted = _conversion(settings, method, groups, statistics)
+                rows += _convert_and_measure(checkpoint, method, wanted, documents, settings)
                 write_tradeoff(rows, out, details)
     write_tradeoff(rows, out, details)
     return out / PAGE_NAME
@@ -106,28 +90,35 @@ def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: Swe
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
 
+def _conversion(settings: SweepSettings, method: str, groups: int, statistics: Path) -> ConvertSettings:
+    """The settings of one conversion; a method that looks at no text is given none."""
+    name, refined = method.removesuffix(REFINED), method.endswith(REFINED)
+    if not refined and not METHODS[name].rewrites_queries:
+        return ConvertSettings(groups=groups, method=name)
+    return ConvertSettings(
+        groups=groups,
+        method=name,
+        refine=settings.refine if refined else 0,
+        statistics=statistics if METHODS[name].rewrites_queries else None,
+        **{field: getattr(settings, field) for field in CalibrationSettings.model_fields},
+    )
+
+
 def _convert_and_measure(
     checkpoint: str,
     method: str,
-    groups: int,
+    wanted: ConvertSettings,
     documents: Sequence[ScoredDocument],
-    calibration: Calibration,
     settings: SweepSettings,
 ) -> list[SweepRow]:
     """The row of one conversion; none where the method refuses this checkpoint."""
-    name = method.removesuffix(REFINED)
-    refine = settings.refine if method.endswith(REFINED) else 0
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"
         began = time.perf_counter()
         try:
-            plan = plan_conversion(checkpoint, groups=groups, method=name, grouping=None)
-            if refine or METHODS[name].rewrites_queries:
-                convert_calibrated(plan, folder, replace(calibration, refine=refine))
-            else:
-                run_plan(plan, folder)  # looks at no text
+            convert_checkpoint(checkpoint, folder, wanted)
         except UnsupportedError as problem:
-            warn(f"{method} with {groups} groups is left out: {problem.message}")
+            warn(f"{method} with {wanted.groups} groups is left out: {problem.message}")
             return []
         return [_measure(folder, method, documents, settings, time.perf_counter() - began)]
 
@@ -168,8 +159,8 @@ def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) 
         "text": f"{text['corpus']} ({text['revision']}), sha256 {text.get('sha256', 'unknown')[:16]}",
         "tokens": settings.tokens,
         "window": settings.window,
-        "calibration": settings.calibration.data,
-        "calibration tokens": settings.calibration.tokens,
+        "calibration": settings.calibration,
+        "calibration tokens": settings.calibration_tokens,
         "refinement steps per layer": settings.refine,
         **(targets if is_seq2seq(resolved_config(source.config)) else {}),
     }

@@ -20,7 +20,7 @@ def run(*arguments: str) -> int:
 
 
 def test_there_are_commands():
-    assert {"convert", "uptrain", "eval", "run", "inspect", "sweep", "report"} == set(COMMANDS)
+    assert {"convert", "check", "uptrain", "eval", "run", "inspect", "sweep", "report"} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -56,13 +56,13 @@ def test_module_and_console_script_are_the_same_program():
         (["uptrain", "./nowhere", "--data", "stdlib", "-o", "out"], 2, "exactly one budget"),
         (["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "-o", "out"], 2, "nowhere"),
         (["uptrain", "./nowhere", "--data", "stdlib", "--steps", "-4", "-o", "out"], 2, "--steps -4"),
-        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "1.5", "-o", "out"], 2, "no whole number"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "1.5", "-o", "out"], 2, "not a whole number"),
         (
             ["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "--schedule", "cosinus", "-o", "out"],
             2,
             "cosine",
         ),
-        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "inf", "-o", "out"], 2, "no whole number"),
+        (["uptrain", "./nowhere", "--data", "stdlib", "--tokens", "inf", "-o", "out"], 2, "not a whole number"),
         (
             ["uptrain", "./nowhere", "--data", "stdlib", "--steps", "1", "--seed", "5000000000", "-o", "out"],
             2,

@@ -112,7 +112,7 @@ class Saves:
             )
         if save is None:
             return None
-        changed = _changed(UptrainSettings(**content["settings"]), self._settings)
+        changed = _changed(UptrainSettings.restored(content["settings"]), self._settings)
         _refuse_other_settings(changed, adjusting, self.folder)
         _refuse_other_sharing(content["identity"], _sharing(accelerator), self.folder)
         _refuse_other_run(content["identity"], self._identity, self.folder)

@@ -19,6 +19,7 @@ from ... import console
 from ...checkpoint.load import is_seq2seq, load_config, load_language_model
 from ...corpus import Corpus, Encoder
 from ...errors import DataError, UnsupportedError
+from ..family.attention_layer import AttentionLayer
 from .statistics import TOKENS, MomentSums, Statistics, writing_statistics
 
 _IN_MEMORY_SHARE = 0.5
@@ -49,6 +50,11 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length
     if whole * sequence_length < wanted:
         console.warn(f"The calibration text {corpus.spec} gives only {whole * sequence_length:,} of {wanted:,} tokens.")
     return torch.tensor(ids[: whole * sequence_length]).view(whole, sequence_length)
+
+
+def reading_modules(blocks: Sequence[AttentionLayer]) -> list[str]:
+    """Names of the modules whose input is the attention's input, block by block."""
+    return [f"{block.module}.{block.reads}" for block in blocks]
 
 
 def input_projections(model: nn.Module) -> list[str]:

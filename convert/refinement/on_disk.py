@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checkpoint.header import TensorInfo, torch_dtype
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
-from ..calibration.collect import load_for_calibration
+from ..calibration.collect import load_for_calibration, reading_modules
 from ..family.attention_layer import AttentionLayer
 from ..family.meta_model import memory_names
 from .fit import RefineSettings
@@ -119,11 +119,6 @@ def require_refinable(
     first = decoder_layers(model, readers, text_NT[:2, :_GLANCE].to(device))[0]
     count, length = text_NT.shape
     work.require_place(count, length, first.hidden)
-
-
-def reading_modules(blocks: Sequence[AttentionLayer]) -> list[str]:
-    """Names of the modules whose input is the attention's input, block by block."""
-    return [f"{block.module}.{block.reads}" for block in blocks]
 
 
 def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:

@@ -19,10 +19,10 @@ from ... import console
 from ...console import Advance, human_bytes
 from ...errors import DataError, UnsupportedError
 from ..calibration.collect import input_projections
+from ..calibration.out_of_memory import fitting
 from ..family.exactness import OUTPUTS
 from .fit import RefineSettings, Task, fit, learning_only
 from .layer_runner import DecoderLayer, decoder_layers, first_inputs, first_tensor, held, mapped
-from .out_of_memory import fitting
 from .resume import LayerFit, RefineWork
 
 

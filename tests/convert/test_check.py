@@ -39,11 +39,11 @@ def test_gq109_a_sound_result_passes_and_an_old_config_is_named(
 ) -> None:
     out = convert_checkpoint(source, tmp_path / "out", groups=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert _run("convert", "--check", str(out)) == 0
+    assert _run("check", str(out)) == 0
     assert "4 / 1" in capfd.readouterr().out
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     _edit_config(out, num_key_value_heads=4)
-    assert _run("convert", "--check", str(out)) == 1
+    assert _run("check", str(out)) == 1
     shown = capfd.readouterr().err.replace("\n", " ")
     assert "the file has (16, 64), the config asks for (64, 64)" in shown
     assert "Traceback" not in shown

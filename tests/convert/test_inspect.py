@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from headfold.convert.calibrated import Calibration, convert_calibrated
+from calibrated import calibration_text, convert_calibrated
 from headfold.convert.inspect import inspect_checkpoint, predict_damage
 from headfold.convert.run import plan_conversion
 from headfold.errors import UnsupportedError, UsageError
@@ -56,7 +56,7 @@ def test_a_type_without_the_setting_is_refused(config):
 
 def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
     file = tmp_path / "moments.safetensors"
-    calibration = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=0, statistics=file)
+    calibration = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=0, statistics=file)
     convert_calibrated(plan_conversion(tiny_checkpoint, groups=1, method="folded"), tmp_path / "out", calibration)
     found = list(predict_damage(tiny_checkpoint, [2, 1], file))
     assert [(damage.layer, damage.groups) for damage in found] == [(0, 2), (0, 1), (1, 2), (1, 1)]

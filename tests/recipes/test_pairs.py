@@ -8,7 +8,8 @@ import pytest
 from headfold import recipes
 from headfold.recipes.run import run_recipe
 from headfold.recipes.schema import Recipe
-from headfold.recipes.sweep import SweepSettings, sweep
+from headfold.recipes.settings import SweepSettings
+from headfold.recipes.sweep import sweep
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,8 @@ def test_the_uptrained_one_has_its_code_and_its_settings(run):
 
 
 def test_a_sweep_measures_targets(tiny_t5, text_file, tmp_path):
-    from headfold.convert.calibrated import Calibration
 
-    settings = SweepSettings([2], ["mean"], str(text_file), Calibration(None), tokens=200, window=32)
+    settings = SweepSettings(groups=(2,), methods=("mean",), data=str(text_file), tokens=200, window=32)
     page = sweep(str(tiny_t5), tmp_path / "sweep", settings).read_text()
     assert "per target token" in page
     rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["rows"]

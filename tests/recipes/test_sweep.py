@@ -4,26 +4,27 @@ import json
 from pathlib import Path
 
 import pytest
-from headfold.convert.calibrated import Calibration
 from headfold.errors import UsageError
 from headfold.recipes import sweep as sweep_module
-from headfold.recipes.sweep import SweepSettings, sweep
+from headfold.recipes.settings import SweepSettings
+from headfold.recipes.sweep import sweep
 from matplotlib.image import imread
 
 
 @pytest.fixture
 def settings(text_file):
     def make(methods="mean,folded,folded+refine", groups=(2, 1), **changes):
-        calibration = Calibration(str(text_file), tokens=1024, sequence_length=32)
         values = {
             "data": str(text_file),
-            "calibration": calibration,
+            "calibration": str(text_file),
+            "calibration_tokens": 1024,
+            "sequence_length": 32,
             "refine": 3,
             "tokens": 300,
             "window": 32,
             **changes,
         }
-        return SweepSettings(list(groups), methods.split(","), **values)
+        return SweepSettings(groups=groups, methods=methods, **values)
 
     return make
 
@@ -53,11 +54,11 @@ def test_every_method_is_measured_at_every_number_of_groups(tiny_checkpoint, set
 def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, settings, tmp_path, monkeypatch):
     real, measured = sweep_module._convert_and_measure, []
 
-    def count(checkpoint, method, groups, *rest):
+    def count(checkpoint, method, wanted, *rest):
         if len(measured) == 2:
             raise KeyboardInterrupt
-        measured.append((method, groups))
-        return real(checkpoint, method, groups, *rest)
+        measured.append((method, wanted.groups))
+        return real(checkpoint, method, wanted, *rest)
 
     monkeypatch.setattr(sweep_module, "_convert_and_measure", count)
     with pytest.raises(KeyboardInterrupt):
@@ -65,7 +66,9 @@ def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, set
     before = rows(tmp_path / "out")
     measured.clear()
     monkeypatch.setattr(
-        sweep_module, "_convert_and_measure", lambda c, m, g, *rest: measured.append((m, g)) or real(c, m, g, *rest)
+        sweep_module,
+        "_convert_and_measure",
+        lambda c, m, w, *rest: measured.append((m, w.groups)) or real(c, m, w, *rest),
     )
     sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean,first"))
     assert measured == [("mean", 1), ("first", 1)]

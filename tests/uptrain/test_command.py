@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headfold.errors import UsageError
-from headfold.uptrain.command import _settings
-from headfold.uptrain.processes.launch import as_options
+from headfold.options import as_options
 from headfold.uptrain.settings import UptrainSettings
 from runs import called
 
@@ -52,7 +51,7 @@ def test_the_same_options_are_taken_where_they_mean_something(options, monkeypat
     from headfold.uptrain import command
 
     looked = []
-    monkeypatch.setattr(command, "_look_ahead", lambda *given: looked.append(given))
+    monkeypatch.setattr(command, "_show_cost", lambda *given: looked.append(given))
     budget = [] if "--fraction" in options else ["--steps", "1"]
     called(command.uptrain, "checkpoint", "-o", "out", "--data", "x", "--dry-run", *budget, *options)
     assert len(looked) == 1
@@ -93,8 +92,11 @@ def test_settings_become_options_and_options_settings():
         differing = [one for one in (taught, alone) if getattr(one, name) != field.default]
         assert differing or name in at_default, name
     for settings in (taught, alone):
-        assert parsed(as_options(settings)) == settings
-    assert parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"))).teacher == "x"
+        assert parsed(as_options(settings, always=("data",))) == settings
+    assert (
+        parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"), always=("data",))).teacher
+        == "x"
+    )
 
 
 def parsed(options: list[str]) -> UptrainSettings:
@@ -106,7 +108,6 @@ def parsed(options: list[str]) -> UptrainSettings:
     app = typer.Typer()
     app.command()(command.uptrain)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_settings", lambda given: seen.append(_settings(given)) or seen[-1])
-        patch.setattr(command, "_look_ahead", lambda *arguments: None)
+        patch.setattr(command, "_show_cost", lambda checkpoint, settings, *rest: seen.append(settings))
         app(["checkpoint", "-o", "out", "--dry-run", *options], standalone_mode=False)
     return seen[0]

@@ -15,10 +15,9 @@ from ...checkpoint.record import last_entry
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import HeadfoldError, UsageError
-from ..idle import TAUGHT, refuse_idle
 from ..loss.head import Split, divert
 from ..loss.hidden_states import LayerOutputs
-from ..settings import UptrainSettings
+from ..settings import DISTILLATION, UptrainSettings
 from .isolation import refuse_leaks
 
 
@@ -61,7 +60,9 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
         teacher = converted_from(checkpoint) or str(entry["source"])
     resolved = settings.model_copy(update={"teacher": teacher})
     if teacher is None:
-        refuse_idle(resolved, [name for name in TAUGHT if getattr(settings, name) != getattr(_PLAIN, name)])
+        resolved.refuse_without_effect(
+            [name for name in DISTILLATION if getattr(settings, name) != getattr(_PLAIN, name)]
+        )
     else:
         info(f"Teacher: {teacher} (--no-teacher trains on the text alone).")
     return resolved

@@ -18,7 +18,6 @@ import psutil
 import yaml
 
 from ...errors import Interrupted, UsageError
-from ..settings import UptrainSettings
 
 _SHIPPED = Path(__file__).parents[2] / "recipes" / "accelerate"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -183,22 +182,3 @@ def without_launch(arguments: Sequence[str]) -> list[str]:
         else:
             kept.append(argument)
     return kept
-
-
-def as_options(settings: UptrainSettings) -> list[str]:
-    """The options of `headfold uptrain` that give these settings; what is at its default is left out."""
-    options: list[str] = []
-    for name, field in UptrainSettings.model_fields.items():
-        value, option = getattr(settings, name), "--" + name.replace("_", "-")
-        if value == field.default:
-            continue
-        if name == "teacher" and value is None:
-            options.append("--no-teacher")
-        elif isinstance(value, bool):
-            options.append(option)
-        else:
-            for one in value if isinstance(value, tuple) else [value]:
-                options += [option, str(one)]
-    if "--data" not in options:  # it has no default on the command line
-        options += ["--data", str(settings.data)]
-    return options

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibrated import calibration_text, convert_calibrated
 from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.refinement.fit import RefineSettings
-from headfold.convert.run import plan_conversion
+from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from transformers import AutoModelForCausalLM
 
@@ -31,13 +31,13 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids).logits
 
 
-def text(text_file: Path, **changes) -> Calibration:
-    return Calibration(str(text_file), **{"tokens": 2048, "sequence_length": 32, "refine": 0, **changes})
+def text(text_file: Path, **changes) -> dict:
+    return calibration_text(str(text_file), **{"tokens": 2048, "sequence_length": 32, "refine": 0, **changes})
 
 
 def test_text_brings_the_result_closer_and_refinement_closer_still(plan, tiny_checkpoint, text_file, tmp_path):
     """Distance of the logits from the source's, on text that calibration did not see."""
-    convert_calibrated(plan("mean"), tmp_path / "mean", text(text_file, tokens=64))
+    run_plan(plan("mean"), tmp_path / "mean")
     convert_calibrated(plan(), tmp_path / "folded", text(text_file))
     convert_calibrated(plan(), tmp_path / "refined", text(text_file, refine=40))
     ids = torch.randint(2, 10, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_statistics_are_kept_and_serve_another_number_of_groups(plan, text_file,
     file = tmp_path / "moments.safetensors"
     first = convert_calibrated(plan(), tmp_path / "first", text(text_file, statistics=file))
     bytes_before = file.read_bytes()
-    again = convert_calibrated(plan(), tmp_path / "again", Calibration(None, statistics=file))
+    again = convert_calibrated(plan(), tmp_path / "again", calibration_text(None, statistics=file))
     assert "Statistics of 2,048 tokens" in capfd.readouterr().err.replace("\n", "")
     assert file.read_bytes() == bytes_before
     assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
@@ -85,10 +85,10 @@ def test_statistics_of_other_text_are_refused(plan, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("calibration", "error"),
     [
-        (Calibration(None, refine=5), UsageError),
-        (Calibration(None, statistics=Path("nowhere.safetensors")), UsageError),
-        (Calibration("./missing.txt"), UsageError),
-        (Calibration("stdlib", device="nonsense"), UsageError),
+        (calibration_text(None, refine=5), UsageError),
+        (calibration_text(None, statistics=Path("nowhere.safetensors")), UsageError),
+        (calibration_text("./missing.txt"), UsageError),
+        (calibration_text("stdlib", device="nonsense"), UsageError),
     ],
 )
 def test_missing_text_is_refused_before_anything_is_written(calibration, error, plan, tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_refinement_that_fails_publishes_nothing(plan, text_file, tmp_path, mo
     def fail(*arguments, **named):
         raise CheckpointError("cannot")
 
-    monkeypatch.setattr("headfold.convert.calibrated.refine_folder", fail)
+    monkeypatch.setattr("headfold.convert.refinement.start.refine_folder", fail)
     with pytest.raises(CheckpointError):
         convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=3))
     assert list(tmp_path.iterdir()) == []
@@ -113,7 +113,7 @@ def _refuse(*arguments, **named):
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "steps"), [("folded", {}, 3), ("folded", {"refine": 0}, 0), ("mean", {}, 0)]
+    ("method", "changes", "steps"), [("folded", {}, 3), ("folded", {"refine": 0}, 0), ("aligned", {}, 0)]
 )
 def test_folded_is_refined_unless_told_otherwise(method, changes, steps, plan, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(RefineSettings, "steps", 3)
@@ -124,7 +124,7 @@ def test_folded_is_refined_unless_told_otherwise(method, changes, steps, plan, t
 
 
 def test_what_cannot_be_refined_is_so_only_where_nobody_asked(plan, text_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("headfold.convert.calibrated.require_refinable", _refuse)
+    monkeypatch.setattr("headfold.convert.refinement.start.require_refinable", _refuse)
     out = convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=None))
     told = capfd.readouterr().err.replace("\n", " ")
     assert "The result will not be refined: This class is odd." in told
@@ -142,13 +142,19 @@ def test_as_many_groups_as_heads_changes_nothing(plan, tiny_checkpoint, text_fil
     assert all(torch.equal(source.read(name), result.read(name)) for name in source.tensors)
 
 
+def test_text_that_nothing_looks_at_is_refused(plan, text_file, tmp_path):
+    with pytest.raises(UsageError, match="--calibration would change nothing"):
+        convert_calibrated(plan("mean"), tmp_path / "out", text(text_file, refine=None))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rescale_is_an_option_of_aligned(tiny_checkpoint, tmp_path, capfd):
     for method, code in (("aligned", 0), ("folded", 2)):
         arguments = ["convert", str(tiny_checkpoint), "--groups", "1", "--method", method, "--rescale"]
         with pytest.raises(SystemExit) as ended:
             cli.main([*arguments, "-o", str(tmp_path / method)])
         assert (ended.value.code or 0) == code
-    assert "--rescale belongs to --method aligned" in capfd.readouterr().err.replace("\n", " ")
+    assert "--rescale would change nothing: it belongs to --method aligned" in capfd.readouterr().err.replace("\n", " ")
     entry = last_entry(tmp_path / "aligned", "convert")
     assert entry is not None
     assert entry["method"] == "aligned+rescale"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import calibration_text, convert_calibrated, with_text
 from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
-from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
+from headfold.convert.calibration.calibrate import calibrate
 from headfold.convert.calibration.pair_statistics import corrupted
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.inspect import predict_damage
@@ -43,8 +44,8 @@ def moment(states: Tensor) -> Tensor:
 
 def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded", encoder=True)
-    calibration = Calibration(str(text), 400, sequence_length=BLOCK, statistics=tmp_path / "statistics")
-    found = calibrate(plan, calibration)
+    calibration = calibration_text(str(text), 400, sequence_length=BLOCK, statistics=tmp_path / "statistics")
+    found = calibrate(plan.source, plan.family.blocks, with_text(plan, calibration).settings)
     modules = [block.module for block in plan.family.blocks]
     assert len(modules) == 2 + 4
     assert found.layers == 6
@@ -77,14 +78,15 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _ids(calibration: Calibration, folder: Path, scratch: Path) -> Path:
+def _ids(calibration: dict, folder: Path, scratch: Path) -> Path:
     """The blocks of token ids that calibration reads, as a file."""
-    from headfold.convert.calibrated import read_text
+    from headfold.convert.calibration.calibrate import read_text
     from headfold.convert.run import Checkpoint
+    from headfold.convert.settings import ConvertSettings
 
-    found = read_text(Checkpoint.open(folder), calibration, False)
+    found = read_text(Checkpoint.open(folder), ConvertSettings(groups=2, **calibration), trust_remote_code=False)
     assert found is not None
-    torch.save(found.blocks_NT, scratch / "ids.pt")
+    torch.save(found.ids_BT, scratch / "ids.pt")
     return scratch / "ids.pt"
 
 
@@ -137,14 +139,14 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
     plan = plan_conversion(source, groups=2, method=method, grouping=None)
     kept = tmp_path / "statistics"
     out = convert_calibrated(
-        plan, tmp_path / "out", Calibration(str(text), 400, sequence_length=BLOCK, statistics=kept)
+        plan, tmp_path / "out", calibration_text(str(text), 400, sequence_length=BLOCK, statistics=kept)
     )
     expected = logits(source)
     torch.testing.assert_close(logits(out), expected, rtol=1e-3, atol=2e-4 * expected.abs().max().item())
     assert Statistics.open(kept).layers == 4
     damage = list(predict_damage(source, [2, 1], kept))
     assert all((one.total < 1e-3) == (one.groups == 2) for one in damage)
-    again = convert_calibrated(plan, tmp_path / "again", Calibration(None, statistics=kept))
+    again = convert_calibrated(plan, tmp_path / "again", calibration_text(None, statistics=kept))
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
@@ -180,7 +182,7 @@ def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_p
 def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded")
     with pytest.raises(UnsupportedError, match="Refinement is not offered for encoder-decoders"):
-        convert_calibrated(plan, tmp_path / "out", Calibration(str(text), 400, sequence_length=BLOCK, refine=10))
+        convert_calibrated(plan, tmp_path / "out", calibration_text(str(text), 400, sequence_length=BLOCK, refine=10))
     for tokens, why in ((600, "sentinels"), (1, "too few")):
         with pytest.raises(UsageError, match=why):
             corrupted(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))

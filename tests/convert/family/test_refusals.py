@@ -100,10 +100,16 @@ def test_gq029_groups_that_do_not_divide(heads: int, groups: int, counts: str) -
     check_groups(4, 12)
 
 
-@pytest.mark.parametrize("groups", [0, -1, 8, 16, 3])
-def test_gq030_groups_out_of_range_of_the_kv_heads(groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [8, 16, 3])
+def test_groups_that_do_not_divide_the_kv_heads(groups: int, tmp_path: Path) -> None:
     problem = _refused(_save("llama", tmp_path / "m", 8, 4), UsageError, "4 KV heads", groups=groups)
     assert "1, 2, 4" in str(problem.hint)
+    assert problem.exit_code == 2
+
+
+@pytest.mark.parametrize("groups", [0, -1])
+def test_groups_below_one(groups: int, tmp_path: Path) -> None:
+    problem = _refused(_save("llama", tmp_path / "m", 8, 4), UsageError, "--groups .*greater than 0", groups=groups)
     assert problem.exit_code == 2
 
 
@@ -207,7 +213,7 @@ def test_senseless_config_values(values: dict[str, Any], tmp_path: Path) -> None
 def test_unknown_method_and_grouping(tmp_path: Path) -> None:
     source = _save("llama", tmp_path / "m")
     _refused(source, UsageError, "no method", method="median")
-    _refused(source, UsageError, "no grouping", grouping="random")
+    _refused(source, UsageError, "--grouping random: .*'contiguous' or 'similarity'", grouping="random")
 
 
 @pytest.mark.parametrize("model_type", ["bitnet", "qwen3_next"])

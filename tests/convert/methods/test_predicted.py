@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calibrated import calibration_text, convert_calibrated
 from headfold import recipes
-from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.inspect import predict_damage
 from headfold.convert.run import plan_conversion
 from headfold.corpus import open_corpus
@@ -26,7 +26,7 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
 
     source = Path(recipes.__file__).parent / "bundled" / "stdlib-5m-mha"
     file = tmp_path / "moments.safetensors"
-    calibration = Calibration("stdlib", tokens=16_384, refine=0, statistics=file)
+    calibration = calibration_text("stdlib", tokens=16_384, refine=0, statistics=file)
     documents = tokenize_documents(load_tokenizer(source), open_corpus("stdlib#heldout"), max_tokens=4096)
     predicted, measured = [], []
     for groups in (4, 2, 1):

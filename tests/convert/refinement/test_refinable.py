@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibrated import calibration_text, convert_calibrated
 from headfold import cli
 from headfold.checkpoint.record import last_entry
-from headfold.convert import calibrated
-from headfold.convert.calibrated import Calibration, convert_calibrated
+from headfold.convert import run
+from headfold.convert.calibration import calibrate
+from headfold.convert.calibration.out_of_memory import fitting
 from headfold.convert.plan import Plan
-from headfold.convert.refinement.out_of_memory import fitting
 from headfold.convert.run import plan_conversion
 from headfold.errors import DataError, HeadfoldError, UnsupportedError, UsageError
 from tiny import tiny_model
@@ -34,8 +35,8 @@ def plan(tiny_checkpoint: Path) -> Callable[..., Plan]:
 
 
 @pytest.fixture
-def text(text_file: Path) -> Callable[..., Calibration]:
-    return lambda **changes: Calibration(
+def text(text_file: Path) -> Callable[..., dict]:
+    return lambda **changes: calibration_text(
         str(text_file), **{"tokens": 2048, "sequence_length": 32, "refine": 3, **changes}
     )
 
@@ -47,8 +48,8 @@ def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(*arguments: object, **named: object) -> None:
         raise AssertionError("calibration or conversion began")
 
-    monkeypatch.setattr(calibrated, "collect_statistics", begin)
-    monkeypatch.setattr(calibrated, "run_plan", begin)
+    monkeypatch.setattr(calibrate, "collect_statistics", begin)
+    monkeypatch.setattr(run, "_execute", begin)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_control_what_can_be_refined_gets_as_far_as_calibration(plan, text, tmp_
 
 
 def test_too_little_text(plan, text, tmp_path, nothing_computed, monkeypatch) -> None:
-    monkeypatch.setattr(calibrated, "load_for_calibration", None)
+    monkeypatch.setattr(calibrate, "load_for_calibration", None)
     with pytest.raises(DataError, match="fewer than two steps"):
         convert_calibrated(plan(), tmp_path / "out", text(tokens=96))
     assert list(tmp_path.iterdir()) == []
@@ -86,7 +87,7 @@ def test_the_unfinished_refinement_of_another_conversion(
     method, changes, named, plan, text, tmp_path, monkeypatch, request
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(calibrated, "remove_work", lambda folder: None)
+        patched.setattr(run, "remove_work", lambda folder: None)
         convert_calibrated(plan(), tmp_path / "out", text())
     before = {file: file.read_bytes() for file in (tmp_path / "out.refinement").iterdir()}
     request.getfixturevalue("nothing_computed")
@@ -117,7 +118,10 @@ def _no_memory(*arguments: object, **named: object) -> None:
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("calibrated.collect_statistics", r"Calibration ran out of memory on cpu: the source's weights take \d"),
+        (
+            "calibration.calibrate.collect_statistics",
+            r"Calibration ran out of memory on cpu: the source's weights take \d",
+        ),
         ("refinement.refine.fit", r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32"),
     ],
 )

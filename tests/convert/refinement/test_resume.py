@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.convert.calibrated import Calibration, convert_calibrated
+from calibrated import calibration_text, convert_calibrated
 from headfold.convert.calibration import collect as calibration
 from headfold.convert.refinement import refine
 from headfold.convert.refinement.fit import RefineSettings
@@ -142,8 +142,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
     script = f"""
         import os, signal
         from headfold.convert.refinement import refine
-        from headfold.convert.calibrated import Calibration, convert_calibrated
-        from headfold.convert.run import plan_conversion
+        from headfold.convert.run import convert_checkpoint
         from pathlib import Path
 
         fits = []
@@ -153,10 +152,9 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments)
         original, refine.fit = refine.fit, fit
-        convert_calibrated(
-            plan_conversion({str(tiny_checkpoint)!r}, groups=1, method="folded"),
-            Path({str(tmp_path / "out")!r}),
-            Calibration({str(text_file)!r}, tokens=2048, sequence_length=32, refine=3),
+        convert_checkpoint(
+            {str(tiny_checkpoint)!r}, Path({str(tmp_path / "out")!r}), groups=1, method="folded",
+            calibration={str(text_file)!r}, calibration_tokens=2048, sequence_length=32, refine=3,
         )
     """
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
@@ -164,7 +162,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.refinement" / "layer-0000.safetensors").exists()
     plan = plan_conversion(tiny_checkpoint, groups=1, method="folded")
-    text = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=3)
+    text = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=3)
     for name in ("out", "undisturbed"):
         convert_calibrated(plan, tmp_path / name, text)
     results = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "undisturbed")]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from calibrated import calibration_text, convert_calibrated
 from headfold.checkpoint.load import load_causal_lm
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibrated import Calibration, convert_calibrated
 from headfold.convert.inspect import inspect_checkpoint, predict_damage
 from headfold.convert.rewrites.routes import ROWS, route_of
 from headfold.convert.run import convert_checkpoint, plan_conversion
@@ -218,7 +218,7 @@ def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, t
     source = _save_with_words(model, tmp_path / "source", words)
     groups = ROUTES[route][3]
     plan = plan_conversion(source, groups=groups, method="folded", grouping="contiguous")
-    calibration = Calibration(str(text_file), tokens=2048, sequence_length=32, refine=20)
+    calibration = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=20)
     folded = load_causal_lm(convert_calibrated(plan, tmp_path / "folded", calibration)).eval()
     mean = load_causal_lm(convert_checkpoint(source, tmp_path / "mean", groups=groups)).eval()
     assert difference(model, folded) < difference(model, mean)
@@ -229,7 +229,7 @@ def test_statistics_serve_every_number_of_groups_although_the_types_differ(tmp_p
     """GPT-2 becomes GPTBigCode with one group and our own type with two; the layers of both read the same."""
     words = " ".join(json.loads(line)["text"] for line in text_file.read_text().splitlines())
     source = _save_with_words(tiny_model("gpt2"), tmp_path / "source", words)
-    calibration = Calibration(
+    calibration = calibration_text(
         str(text_file), tokens=512, sequence_length=32, refine=0, statistics=tmp_path / "statistics"
     )
     plans = [plan_conversion(source, groups=groups, method="folded") for groups in (2, 1)]

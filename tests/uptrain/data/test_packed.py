@@ -93,7 +93,9 @@ def _continues_exactly(corpus, stop, sequence_length):
     begun = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     before = take(begun, stop)
     saved = Position(**json.loads(json.dumps(begun.position.to_json())))
-    after = take(BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved), 60 - stop)
+    after = take(
+        BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved), 60 - stop
+    )
     assert before + after == expected
 
 

@@ -142,7 +142,7 @@ def test_a_run_closes_the_distance_whatever_the_micro_batch(
     assert 0 < distances[-1] < 0.5 * distances[0]
     assert lines[0]["loss"] == pytest.approx(lines[0]["divergence"] + lines[0]["hidden"], rel=1e-5)
     assert "hidden " in capfd.readouterr().err
-    again = settings(**{**wanted.model_dump(), "gradient_checkpointing": True})
+    again = wanted.model_copy(update={"gradient_checkpointing": True})
     assert same(weights(uptrain_checkpoint(damaged, tmp_path / "again", again)), weights(out))
     held, rows = [], []
     real = Teacher.features
@@ -155,7 +155,7 @@ def test_a_run_closes_the_distance_whatever_the_micro_batch(
         return states_BTX, layers
 
     monkeypatch.setattr(Teacher, "features", spy)
-    small = settings(**{**wanted.model_dump(), "micro_batch": 3})
+    small = wanted.model_copy(update={"micro_batch": 3})
     curve = metrics(uptrain_checkpoint(damaged, tmp_path / "small", small), "train")
     assert rows[:4] == [3, 1, 3, 1]
     for name in ("loss", "hidden", "divergence"):
