@@ -23,12 +23,9 @@ from headfold import (
     UptrainSettings,
     compare,
     console,
-    convert_calibrated,
     convert_checkpoint,
-    plan_conversion,
 )
 from headfold import uptrain_checkpoint as uptrain
-from headfold.convert.calibrated import Calibration
 from headfold.corpus import TRAIN, open_corpus
 from headfold.errors import HeadfoldError
 from headfold.recipes.pretrain import SETTINGS, write_blank
@@ -131,9 +128,10 @@ def convert(source: Path, folder: Path, method: str, options: argparse.Namespace
     """Mean of neighbours; folded with statistics of training text, by similarity where heads may change places."""
     if method == "mean":
         return convert_checkpoint(source, folder, groups=options.groups)
-    plan = plan_conversion(source, groups=options.groups, method=method, grouping=None)
-    text = Calibration("stdlib", tokens=options.calibration_tokens, sequence_length=CONTEXT, refine=options.refine)
-    return convert_calibrated(plan, folder, text)
+    return convert_checkpoint(
+        source, folder, groups=options.groups, method=method, calibration="stdlib",
+        calibration_tokens=options.calibration_tokens, sequence_length=CONTEXT, refine=options.refine,
+    )  # fmt: skip
 
 
 def _once(folder: Path, make: Any) -> Path:
