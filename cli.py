@@ -1,4 +1,4 @@
-"""The command line: every command by its name, and the one place that turns an error into an exit code."""
+"""The command line: register the commands, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .uptrain import command as uptrain_command
 
 app = typer.Typer(
     name="headfold",
-    help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and see what it cost and won.",
+    help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and compare it with the original.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -72,7 +72,7 @@ app.command("report", epilog="Example: `headfold report report -o report-again -
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the console script; always ends in SystemExit."""
+    """Run the console script. It always ends in SystemExit."""
     try:
         app(arguments)
     except HeadfoldError as problem:

@@ -87,7 +87,7 @@ def check(checkpoint: Source, revision: Revision = None) -> None:
 def inspect(
     checkpoint: Source,
     groups: Annotated[
-        str | None, typer.Option(help="Numbers of groups to predict the damage of, such as 8,4,2,1.")
+        str | None, typer.Option(help="Numbers of groups to predict the loss of, such as 8,4,2,1.")
     ] = None,
     statistics: Annotated[
         Path | None, typer.Option(help="Statistics that `convert --calibration TEXT --statistics FILE` wrote.")
@@ -101,7 +101,7 @@ def inspect(
     With --groups and --statistics, predict for each layer the share of K and V energy that `folded` would lose.
     """
     if (groups is None) != (statistics is None):
-        raise UsageError("Predicting damage needs both --groups and --statistics.", "See `headfold inspect --help`.")
+        raise UsageError("Predicting the loss needs both --groups and --statistics.", "See `headfold inspect --help`.")
     if groups is not None and statistics is not None:
         _show_damage(checkpoint, revision, numbers(groups), statistics, as_json)
         return
@@ -149,7 +149,7 @@ _LEGEND = (
 
 
 def _show_damage(checkpoint: str, revision: str | None, groups: list[int], statistics: Path, as_json: bool) -> None:
-    """A row a layer, a column a number of groups; the layer that loses most at each is marked."""
+    """Print a row per layer and a column per number of groups. Mark the layer that loses most at each."""
     import json
     from dataclasses import asdict
 

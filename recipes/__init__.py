@@ -1,1 +1,1 @@
-"""Recipes: one validated YAML file that says how to convert, uptrain and compare."""
+"""Recipes: validated YAML files that say how to convert, uptrain and compare."""

@@ -1,4 +1,4 @@
-"""The plans that `headfold run --dry-run` shows beside the cost of uptraining: conversion and comparison."""
+"""Show the plans of conversion and comparison in `headfold run --dry-run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretrain the bundled model from nothing but Python's own standard library: ``make bundled-model``.
+"""Pretrain the bundled model on the source of Python's standard library: ``make bundled-model``.
 
 A natural MHA Llama (8 heads of width 32, 5 layers, byte-level BPE of 4,096 tokens, tied embeddings, context 512),
 trained by headfold's own trainer from random weights. About an hour on two cores.
@@ -40,7 +40,7 @@ SETTINGS = UptrainSettings(
 
 
 def write_blank(folder: Path, corpus: Corpus) -> None:
-    """Write a config and a tokenizer trained on ``corpus``: everything of a checkpoint but the weights."""
+    """Write a checkpoint without weights: a config, and a tokenizer trained on ``corpus``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
@@ -76,7 +76,7 @@ def write_blank(folder: Path, corpus: Corpus) -> None:
 
 
 def pretrain(out: Path, settings: UptrainSettings = SETTINGS) -> Path:
-    """Tokenizer, random weights, training; resumes when it was interrupted."""
+    """Train a tokenizer, then the model from random weights. A run that was interrupted continues."""
     with tempfile.TemporaryDirectory() as scratch:
         blank = Path(scratch)
         write_blank(blank, open_corpus(settings.corpora[0], TRAIN))

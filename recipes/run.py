@@ -1,4 +1,4 @@
-"""Run a recipe: convert, uptrain, compare; what is done already is skipped."""
+"""Run a recipe: convert, uptrain, compare. Steps that are done already are skipped."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ _RECIPE = "recipe.json"
 
 
 def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) -> Path:
-    """Do the three steps of a recipe in ``folder``: ``converted``, ``uptrained`` and ``report``.
+    """Run the three steps of a recipe into ``folder``: ``converted``, ``uptrained`` and ``report``.
 
     Args:
-        folder: made when absent; a folder of an earlier call is continued.
-        launch_config: of accelerate, for an uptraining on several processes.
+        folder: made when absent. A folder of an earlier call is continued.
+        launch_config: accelerate config for uptraining on several processes.
 
     Returns:
-        path of the HTML report.
+        the path of the HTML report.
 
     Raises:
         UsageError: ``folder`` holds the steps of another recipe.
     """
-    plan = plan_conversion(
-        recipe.checkpoint, recipe.convert
-    )  # what cannot be done is refused before the folder is claimed
+    plan = plan_conversion(recipe.checkpoint, recipe.convert)  # refuses the impossible before the folder is claimed
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
     refuse_absent_text(recipe)
     _claim(recipe, folder)
@@ -58,7 +56,7 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
                 ["uptrain", str(converted), "-o", str(uptrained), *as_options(recipe.uptrain, always=("data",))],
             )
     if (report / "results.json").exists():
-        info(f"Comparison: {report} is there, skipped.")
+        info(f"Comparison: {report} exists, skipped.")
         print_report(read_results(report / "results.json"))
     else:
         info(f"Comparing on {recipe.eval.data}.")
@@ -67,7 +65,7 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
 
 
 def refuse_absent_text(recipe: Recipe) -> None:
-    """Raise where one of the recipe's texts is to be on this machine and is not; ids of data sets are not looked up.
+    """Raise if one of the recipe's texts is a local file that is missing. Ids of data sets are not looked up.
 
     Raises:
         UsageError, DataError: see :func:`headfold.corpus.open_corpus`.
@@ -82,21 +80,21 @@ def refuse_absent_text(recipe: Recipe) -> None:
 
 
 def _done(step: str, folder: Path, name: str) -> bool:
-    """A step is done when its folder stands: folders appear whole, and the recipe is known to be the same."""
+    """Whether a step is done: folders appear whole, and the recipe is known to be the same."""
     if last_entry(folder, step) is None:
         return False
-    info(f"{name}: {folder} is there, skipped.")
+    info(f"{name}: {folder} exists, skipped.")
     return True
 
 
 def _claim(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe into the folder, or check it against the one that is there."""
+    """Write the resolved recipe into the folder, or check it against the one found there."""
     file = folder / _RECIPE
     wanted = recipe.model_dump(mode="json")
     if not file.exists():
         if folder.exists() and any(folder.iterdir()):
             raise UsageError(
-                f"{folder} is not empty and was not made by `headfold run`.", "Choose another folder with -o."
+                f"{folder} is not empty, and `headfold run` did not make it.", "Choose another folder with -o."
             )
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
@@ -106,7 +104,9 @@ def _claim(recipe: Recipe, folder: Path) -> None:
     except ValueError as problem:
         raise UsageError(f"{file} is damaged.", "Choose another folder with -o, or remove this one.") from problem
     other_comparison = found.get("eval") != wanted["eval"]
-    if other_comparison and not (folder / "report" / "results.json").exists():  # none is made yet, so it may change
+    if (
+        other_comparison and not (folder / "report" / "results.json").exists()
+    ):  # no report yet, so its settings may change
         found["eval"] = wanted["eval"]
     if _comparable(found) != _comparable(wanted):
         raise UsageError(
@@ -118,6 +118,6 @@ def _claim(recipe: Recipe, folder: Path) -> None:
 
 
 def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without the settings that do not change the result."""
+    """Drop the settings that do not change the result."""
     uptraining = {name: value for name, value in recipe.get("uptrain", {}).items() if name not in FREE_ON_RESUME}
     return {**recipe, "uptrain": uptraining}

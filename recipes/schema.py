@@ -1,4 +1,4 @@
-"""What a recipe may say. An unknown key is an error that names the nearest known one."""
+"""Read and validate recipes. An error names an unknown key and the nearest known one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHIPPED = Path(__file__).parent
 
 
 class Recipe(Settings):
-    """The three steps in a row."""
+    """The settings of the three steps: convert, uptrain, compare."""
 
     checkpoint: str = Field(description="source: a folder (relative to the recipe), or a hub id")
     convert: ConvertSettings
@@ -51,15 +51,17 @@ def load_recipe(path: str | Path) -> Recipe:
         the recipe, ``checkpoint`` resolved against the recipe's folder where such a folder exists.
 
     Raises:
-        UsageError: no such file, no YAML, an unknown key, or a value that does not fit.
+        UsageError: the file is missing or not YAML, a key is unknown, or a value does not fit.
     """
     file = _find(Path(path))
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        raise UsageError(f"{file} is no readable YAML file: {problem}") from problem
+        raise UsageError(f"{file} is not a readable YAML file: {problem}") from problem
     if not isinstance(content, dict):
-        raise UsageError(f"{file} holds no recipe.", "A recipe has the keys checkpoint, convert, uptrain and eval.")
+        raise UsageError(
+            f"{file} does not hold a recipe.", "A recipe has the keys checkpoint, convert, uptrain and eval."
+        )
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as problem:
@@ -81,7 +83,7 @@ def _find(path: Path) -> Path:
 
 
 def _explain(problem: ValidationError) -> str:
-    """The first fault in words: where it stands, and the nearest known key for an unknown one."""
+    """Say the first fault in words: where it is, and for an unknown key the nearest known one."""
     fault = problem.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
@@ -96,7 +98,7 @@ def _explain(problem: ValidationError) -> str:
 
 
 def _section(location: tuple[Any, ...]) -> type[BaseModel]:
-    """The model class that a path of keys leads to."""
+    """Find the model class that a path of keys leads to."""
     section: type[BaseModel] = Recipe
     for part in location:
         annotation = section.model_fields[str(part)].annotation

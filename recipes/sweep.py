@@ -1,4 +1,4 @@
-"""Convert a checkpoint in many ways and measure each without uptraining: the plot with which to choose G."""
+"""Convert a checkpoint in many ways and measure each result without uptraining, to choose G."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SOURCE, REFINED = "source", "+refine"
 
 
 def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
-    """Measure every method at every number of groups; a sweep that was stopped goes on where it was.
+    """Measure every method at every number of groups. A sweep that was stopped continues.
 
-    Methods that cannot convert this checkpoint are left out with a warning. Converted checkpoints are not kept.
+    Methods that cannot convert this checkpoint are left out with a warning. Converted checkpoints are deleted.
 
     Returns:
         the path of the page.
 
     Raises:
-        UsageError: an unknown method, a number of groups that does not divide, or a missing text.
+        UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
     for method in settings.methods:
         if method.removesuffix(REFINED) not in METHODS:
@@ -51,7 +51,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
                 f"There is no method {method}.", f"Methods: {', '.join(METHODS)}, each also with {REFINED}."
             )
     source = Checkpoint.open(checkpoint)
-    # what is impossible is refused before anything is measured
+    # refuse what is impossible before anything is measured
     plans = [plan_conversion(checkpoint, groups=groups) for groups in settings.groups]
     corpus = open_corpus(settings.data, HELDOUT)
     tokenizer = load_tokenizer(source.folder)
@@ -66,7 +66,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     done = {row.key for row in rows}
     if rows:
-        info(f"{len(rows)} rows are there already.")
+        info(f"{len(rows)} rows are measured already.")
     if SOURCE not in {row.method for row in rows}:
         rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
     statistics = out / "statistics.safetensors"  # one pass over the calibration text serves every row
@@ -84,14 +84,14 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
 
 
 def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
-    """Text, or for an encoder-decoder spans cut out of it."""
+    """Cut the text into documents; for an encoder-decoder, into pairs by span corruption."""
     if is_seq2seq(resolved_config(source.config)):
         return target_text(tokenizer, corpus, Asking(settings.window), max_tokens=settings.tokens).documents
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
 
 def _conversion(settings: SweepSettings, method: str, groups: int, statistics: Path) -> ConvertSettings:
-    """The settings of one conversion; a method that looks at no text is given none."""
+    """Settings of one conversion. A method that looks at no text is given none."""
     name, refined = method.removesuffix(REFINED), method.endswith(REFINED)
     if not refined and not METHODS[name].rewrites_queries:
         return ConvertSettings(groups=groups, method=name)
@@ -111,7 +111,7 @@ def _convert_and_measure(
     documents: Sequence[ScoredDocument],
     settings: SweepSettings,
 ) -> list[SweepRow]:
-    """The row of one conversion; none where the method refuses this checkpoint."""
+    """Measure one conversion; no row where the method refuses this checkpoint."""
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"
         began = time.perf_counter()
@@ -134,7 +134,7 @@ def _measure(
     row = SweepRow(
         method,
         max(cache.kv_heads),
-        # measured in float32; the checkpoint's own dtype is what a server will use
+        # measured in float32, while a server will use the checkpoint's own dtype
         cache.bytes_per_token * _stored_bytes(folder) / 4,
         estimate.value,
         estimate.low,
@@ -146,12 +146,12 @@ def _measure(
 
 
 def _stored_bytes(folder: Path) -> int:
-    """Bytes of one stored element: that of the first tensor, as the whole checkpoint has one dtype."""
+    """Bytes of one stored element, taken from the first tensor: checkpoints have one dtype."""
     return {"F64": 8, "F32": 4}.get(next(iter(Checkpoint.open(folder).tensors.values())).dtype, 2)
 
 
 def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
-    """What determines the numbers; a sweep goes on only where these are the same."""
+    """List what determines the numbers. A sweep continues only where all of it is the same."""
     targets = {"perplexity": "per target token: spans cut out of the text, sentinels and EOS"}
     return {
         "checkpoint": source.spec,
