@@ -20,7 +20,7 @@ from ..console import human_bytes, info, warn
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import DataError, UnsupportedError, UsageError
 from .calibration.collect import collect_statistics, load_for_calibration, token_blocks
-from .calibration.pair_statistics import collect_pair_statistics, corrupted
+from .calibration.encoder_decoder import collect_pair_statistics, corrupted
 from .calibration.statistics import SOURCE, Statistics
 from .family.attention_layer import AttentionLayer
 from .plan import Plan

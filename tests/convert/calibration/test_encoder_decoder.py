@@ -12,7 +12,7 @@ from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
-from headfold.convert.calibration.pair_statistics import corrupted
+from headfold.convert.calibration.encoder_decoder import corrupted
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.inspect import predict_damage
 from headfold.convert.methods.attention import Rotary
