@@ -1,73 +1,82 @@
-"""What a conversion does to one attention block, from weights and moments alone: energy of the errors it makes.
+"""Measure from weights and second moments alone how wrong a converted attention layer is.
 
-The same measure that ``folded`` minimises (see energy.py and docs/methods.md), for any block with fewer KV heads,
-whatever method made it. Letters of shapes as in heads.py; X query heads.
+This is the measure that ``folded`` minimises (docs/methods.md), computed on the result of any method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from headfold.convert.methods.attention import Attention
+from headfold.convert.methods.moments import (
+    KEY_MEAN_SHARE,
+    AttentionWithMoments,
+    RotaryRows,
+    rotary_rows,
+    score_error_gains,
+    to_planes,
+    with_moments,
+)
 from torch import Tensor
 
-from .attention import Attention
-from .moments import KEY_MEAN_SHARE, Extended, Rows, extended, gains, rotary_rows, to_planes
-
-_Product = Callable[[Extended, Extended], Tensor]
-"""(X,) inner products of what the query heads of two blocks do."""
+_Product = Callable[[AttentionWithMoments, AttentionWithMoments], Tensor]
+"""Two layers → inner products of the scores or outputs of their query heads, (H,)."""
 
 
 def lost_shares(before: Attention, after: Attention, second_moment: Tensor | None) -> tuple[float, float]:
-    """Shares of the energy of scores and of outputs that are lost; above 1 where more is wrong than was there.
+    """Compute the shares of the energy of scores and of outputs that are lost.
+
+    The error may have more energy than the source had, so a share can exceed 1.
 
     Args:
-        before: the source's block, its KV heads in the order in which ``after`` groups them.
+        before: the source's layer, its KV heads in the order in which ``after`` groups them.
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
     """
     rows = rotary_rows(before.rotary, before.k_KDC.shape[1])
-    old, new = extended(before, second_moment), extended(after, second_moment)
-    gain_X = gains(old, old.v_KDE, _by_kv_head(old)).flatten()
+    old, new = with_moments(before, second_moment), with_moments(after, second_moment)
+    gain_H = score_error_gains(old, old.v_KDE, _by_kv_head(old)).flatten()
 
-    def scores(one: Extended, other: Extended) -> Tensor:
-        product: Tensor = gain_X * _score_product(one, other, rows)
+    def scores(one: AttentionWithMoments, other: AttentionWithMoments) -> Tensor:
+        product: Tensor = gain_H * _score_product(one, other, rows)
         return product
 
     return _lost(scores, old, new), _lost(_output_product, old, new)
 
 
-def _lost(product: _Product, old: Extended, new: Extended) -> float:
+def _lost(product: _Product, old: AttentionWithMoments, new: AttentionWithMoments) -> float:
     total = product(old, old).sum()
+    # |old − new|² from inner products, so that no matrix as large as the scores is made
     lost = total - 2 * product(old, new).sum() + product(new, new).sum()
     return float(lost / total) if total > 0 else 0.0
 
 
-def _by_kv_head(layer: Extended) -> Tensor:
+def _by_kv_head(layer: AttentionWithMoments) -> Tensor:
     o_KQCD: Tensor = layer.o_CHD.unflatten(1, (layer.k_KDE.shape[0], -1)).permute(1, 2, 0, 3)
     return o_KQCD
 
 
-def _repeated(layer: Extended, heads_KDE: Tensor) -> Tensor:
+def _repeated(layer: AttentionWithMoments, heads_KDE: Tensor) -> Tensor:
     return heads_KDE.repeat_interleave(layer.q_HDE.shape[0] // heads_KDE.shape[0], 0)
 
 
-def _score_product(one: Extended, other: Extended, rows: Rows) -> Tensor:
-    """Mean product of two blocks' scores, over tokens and evenly spread positions."""
-    k_XDE, other_k_XDE = _repeated(one, one.k_KDE), _repeated(other, other.k_KDE)
-    moved_q_XDE, moved_k_XDE = one.asked(one.q_HDE), one.moved(k_XDE, KEY_MEAN_SHARE)
-    queries_XF, keys_XF = (
-        (to_planes(moved_XDE, rows) * to_planes(rows_XDE, rows).conj()).sum(-1)
-        for moved_XDE, rows_XDE in ((moved_q_XDE, other.q_HDE), (moved_k_XDE, other_k_XDE))
+def _score_product(one: AttentionWithMoments, other: AttentionWithMoments, rows: RotaryRows) -> Tensor:
+    """Average the product of two layers' scores, over tokens and evenly spread positions."""
+    k_HDE, other_k_HDE = _repeated(one, one.k_KDE), _repeated(other, other.k_KDE)
+    q_moment_HDE, k_moment_HDE = one.queries_times_moment(one.q_HDE), one.times_moment(k_HDE, KEY_MEAN_SHARE)
+    queries_HF, keys_HF = (
+        (to_planes(moment_HDE, rows) * to_planes(rows_HDE, rows).conj()).sum(-1)
+        for moment_HDE, rows_HDE in ((q_moment_HDE, other.q_HDE), (k_moment_HDE, other_k_HDE))
     )
     passing = rows.passing_P
-    queries_XPP = moved_q_XDE[:, passing] @ other.q_HDE[:, passing].mT
-    keys_XPP = one.moved(k_XDE[:, passing], 0) @ other_k_XDE[:, passing].mT
-    product: Tensor = (queries_XF.conj() * keys_XF).real.sum(-1) / 2 + (queries_XPP * keys_XPP).sum((-1, -2))
+    queries_HPP = q_moment_HDE[:, passing] @ other.q_HDE[:, passing].mT
+    keys_HPP = one.times_moment(k_HDE[:, passing], 0) @ other_k_HDE[:, passing].mT
+    product: Tensor = (queries_HF.conj() * keys_HF).real.sum(-1) / 2 + (queries_HPP * keys_HPP).sum((-1, -2))
     return product
 
 
-def _output_product(one: Extended, other: Extended) -> Tensor:
-    """Mean product of two blocks' outputs of single tokens."""
-    values_XDD = one.moved(_repeated(one, one.v_KDE)) @ _repeated(other, other.v_KDE).mT
-    outputs_XDD = one.o_CHD.permute(1, 2, 0) @ other.o_CHD.transpose(0, 1)
-    product: Tensor = (values_XDD * outputs_XDD).sum((-1, -2))
+def _output_product(one: AttentionWithMoments, other: AttentionWithMoments) -> Tensor:
+    """Average the product of two layers' outputs for single tokens."""
+    values_HDD = one.times_moment(_repeated(one, one.v_KDE)) @ _repeated(other, other.v_KDE).mT
+    outputs_HDD = one.o_CHD.permute(1, 2, 0) @ other.o_CHD.transpose(0, 1)
+    product: Tensor = (values_HDD * outputs_HDD).sum((-1, -2))
     return product

@@ -190,7 +190,7 @@ def _refine_settings(
     if steps:
         refuse_refinement(plan.source.config)
     if steps is None:
-        steps = RefineSettings.steps if plan.method_name == "folded" and not is_pair(plan.source.config) else 0
+        steps = RefineSettings.steps if plan.method.refined_by_default and not is_pair(plan.source.config) else 0
     if not plan.changes or steps == 0 or text is None:
         return None
     # little text makes small batches, so that there is more than one

@@ -140,8 +140,8 @@ def convert(
         text = Calibration(calibration, calibration_tokens, sequence_length, refine, statistics, device)
         convert_calibrated(plan, out, text, overwrite=overwrite, seed=seed, trust_remote_code=trust_remote_code)
     else:
-        if method == "folded":
-            console.warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
+        if plan.method.weak_without_text:
+            console.warn(f"{method} without calibration text can be worse than mean; add --calibration TEXT.")
         run_plan(plan, out, overwrite=overwrite, seed=seed)
     _finish(out, push_to_hub, private)
 

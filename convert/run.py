@@ -20,8 +20,8 @@ from ..checkpoint.write import ShardWriter, copy_side_files, require_space
 from ..console import info, progress, warn
 from .calibration.statistics import Statistics
 from .family.verify import verify
+from .methods.context import MethodContext
 from .methods.layer import new_tensors
-from .methods.table import MethodContext
 from .plan import Plan, make_plan
 from .rewrites.encoder_decoder import settle_generation
 from .rewrites.materialise import say_route, settle_tokenizer
@@ -152,7 +152,10 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
         for block in blocks:
             moment = None if statistics is None else statistics.second_moment(block.layer)
             context = MethodContext(block.layer, seed, plan.family.initializer_range, moment)
-            for name, tensor in new_tensors(plan, block, context).items():
+            tensors = new_tensors(
+                plan.source, plan.family, block, plan.groups, plan.method, context, grouping=plan.grouping
+            )
+            for name, tensor in tensors.items():
                 writer.put(name, tensor)
             advance()
     computed = [name for name, action in plan.actions.items() if action.kind == "compute"]
