@@ -17,7 +17,7 @@ from .uptrain import command as uptrain_command
 
 app = typer.Typer(
     name="headfold",
-    help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and compare it with the original.",
+    help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and compare the two.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

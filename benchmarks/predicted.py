@@ -19,14 +19,14 @@ from headfold import console
 from headfold.checkpoint.load import load_causal_lm, load_tokenizer
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
 from headfold.convert.calibration.statistics import Statistics
-from headfold.convert.methods.damage import lost_shares
-from headfold.convert.methods.layer import read_attention
-from headfold.convert.methods.table import MethodContext
+from headfold.convert.methods.context import MethodContext
+from headfold.convert.methods.layer import convert_attention, read_attention
 from headfold.convert.plan import Plan
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import quick_perplexity
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
+from lost_energy import lost_shares
 from scipy.stats import spearmanr
 
 BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
@@ -83,7 +83,8 @@ def _lost(plan: Plan, statistics: Statistics) -> float:
     for block in plan.family.blocks:
         attention = read_attention(plan.source, plan.family, block)
         moment = statistics.second_moment(block.layer)
-        converted = plan.method.apply(attention, plan.groups, MethodContext(block.layer, second_moment=moment))
+        context = MethodContext(block.layer, second_moment=moment)
+        converted = convert_attention(plan.method, attention, plan.groups, context)
         shares.append(sum(lost_shares(attention, converted, moment)))
     return sum(shares) / len(shares)
 

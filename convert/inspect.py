@@ -18,9 +18,9 @@ from .calibration.statistics import Statistics
 from .family.family import HeadCounts, find_family, head_counts, no_setting, setting_counts
 from .family.kv_config import with_kv_heads
 from .family.meta_model import build, known_type, model_class, resolved_config
+from .methods.context import MethodContext
 from .methods.folded import predicted_loss
 from .methods.layer import read_attention
-from .methods.table import MethodContext
 from .rewrites.encoder_decoder import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .rewrites.routes import Route, rewritten, route_of, target_config
 from .rewrites.targets import TargetType

@@ -19,8 +19,8 @@ from ..errors import UnsupportedError
 from .family.attention_layer import AttentionLayer
 from .family.config_edit import with_number
 from .family.family import Family, find_family, refuse_quantised
-from .family.freedom import freedom
 from .family.kv_config import present
+from .methods.basis_change import turns_in_words
 from .methods.table import METHODS, Method
 from .rewrites.encoder_decoder import as_own, is_pair, side
 from .rewrites.retyped import RetypedCheckpoint, RewrittenCheckpoint
@@ -137,9 +137,10 @@ class Plan:
 
     def freedom(self) -> list[str]:
         """What the method turns in the heads, once for each kind of block; nothing for a method that turns nothing."""
-        if not self.changes or not self.method.rewrites_queries:
+        turns = self.method.turns
+        if not self.changes or turns is None:
             return []
-        return list(dict.fromkeys(freedom(block, self.method_name) for block in self.family.blocks))
+        return list(dict.fromkeys(turns_in_words(block, turns) for block in self.family.blocks))
 
     def describe(self) -> list[tuple[str, str, str]]:
         """Rows (what, source, result) for a table."""
@@ -164,9 +165,9 @@ class Plan:
 
 
 def _default_grouping(method: str, family: Family) -> str:
-    """Similarity for ``folded`` where heads may change places: measured, see docs/results.md."""
+    """The method's own where heads may change places, else neighbours."""
     movable = all(block.fixed is None for block in family.blocks)
-    return "similarity" if method == "folded" and movable else "contiguous"
+    return METHODS[method].default_grouping if movable else "contiguous"
 
 
 def make_plan(source: Checkpoint, settings: ConvertSettings) -> Plan:

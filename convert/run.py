@@ -31,8 +31,8 @@ from .calibration.calibrate import (
 )
 from .calibration.statistics import Statistics
 from .family.verify import verify
+from .methods.context import MethodContext
 from .methods.layer import new_tensors
-from .methods.table import MethodContext
 from .plan import Plan, make_plan
 from .refinement.resume import RefineWork, remove_work
 from .refinement.start import Refinement, fit_settings, refinement_steps, settled
@@ -106,8 +106,8 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
     if not plan.settings.looks_at_text:
-        if plan.method_name == "folded":
-            warn("folded without calibration text can be worse than mean; add --calibration TEXT.")
+        if plan.method.weak_without_text:
+            warn(f"{plan.method_name} without calibration text can be worse than mean; add --calibration TEXT.")
         return _execute(plan, out, overwrite=overwrite)
     settings = plan.settings
     refuse_statistics_inside(settings.statistics, out, plan.source.folder)
@@ -134,7 +134,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
 def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
     """The refinement of the result; None for none."""
     settings = plan.settings
-    steps = refinement_steps(settings, plan.source.config, by_default=plan.method_name == "folded")
+    steps = refinement_steps(settings, plan.source.config, by_default=plan.method.refined_by_default)
     if not plan.changes or steps == 0 or text is None:
         return None
     conversion = {"number of groups": plan.groups, "method": plan.method_name, "grouping": plan.grouping}
@@ -201,7 +201,10 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
         for block in blocks:
             moment = None if statistics is None else statistics.second_moment(block.layer)
             context = MethodContext(block.layer, plan.settings.seed, plan.family.initializer_range, moment)
-            for name, tensor in new_tensors(plan, block, context).items():
+            tensors = new_tensors(
+                plan.source, plan.family, block, plan.groups, plan.method, context, grouping=plan.grouping
+            )
+            for name, tensor in tensors.items():
                 writer.put(name, tensor)
             advance()
     computed = [name for name, action in plan.actions.items() if action.kind == "compute"]

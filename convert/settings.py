@@ -9,19 +9,19 @@ from pydantic import AliasChoices, Field, field_validator
 
 from ..errors import UsageError
 from ..settings import RARE, Flags, NoEffect, Panel, Settings, Tokens
+from .methods.table import METHODS
 
 Grouping = Literal["contiguous", "similarity"]
 
-_METHODS = "mean, first, random, aligned or folded"
+_METHODS = ", ".join(METHODS)
 
 
 def _reads_no_text(settings: ConvertSettings) -> bool:
     """Whether neither method, nor grouping, nor refinement looks at text."""
-    from .methods.table import METHODS
-
-    if METHODS[settings.resolved_method].rewrites_queries or settings.refine:
+    method = METHODS[settings.resolved_method]
+    if method.reads_text or settings.refine:
         return False
-    return settings.grouping != "similarity"
+    return (settings.grouping or method.default_grouping) == "contiguous"
 
 
 class CalibrationSettings(Settings):
@@ -101,8 +101,6 @@ class ConvertSettings(CalibrationSettings):
     @field_validator("method")
     @classmethod
     def _known_method(cls, method: str | None) -> str | None:
-        from .methods.table import METHODS
-
         if method is not None and method not in METHODS:
             raise UsageError(f"There is no method {method}.", f"Methods: {', '.join(METHODS)}.")
         return method

@@ -23,8 +23,8 @@ from ..rewrites.encoder_decoder import is_pair
 from ..rewrites.materialise import loadable, model_folder
 from ..settings import ConvertSettings
 from .collect import collect_statistics, load_for_calibration, reading_modules, token_blocks
+from .encoder_decoder import collect_pair_statistics, corrupted
 from .out_of_memory import fitting
-from .pair_statistics import collect_pair_statistics, corrupted
 from .statistics import SOURCE, Statistics
 
 IDS = "ids_sha256"

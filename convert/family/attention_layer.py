@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import FLOATS
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError
-from ..methods.attention import Rotary
-from ..methods.permutation import places
 from .exactness import OUTPUTS, QUERIES, norms_keys, reason_against_rewriting
+from .followers import followers_of_queries
 from .kv_parameters import Change, Numbers, changed_parameters
 from .layout import Stored
 from .meta_model import memory_names, split_names
-from .rotary import rotary_of
+from .rotary import Rotary, rotary_of
 
 _FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
 
@@ -218,7 +217,9 @@ class _Finder:
             stored=stored,
         )
         reason = reason_against_rewriting(self.model, block, self.tensors, self.numbers.query_heads)
-        followers, fixed = places(self.model, block, self.tensors, self._holding, self.numbers.query_heads)
+        followers, fixed = followers_of_queries(
+            self.model, block, self.tensors, self._holding, self.numbers.query_heads
+        )
         return replace(block, rewritable=reason, followers=followers, fixed=fixed)
 
     def _refuse_odd_norms(self, stored: tuple[Stored, ...], head_dim: int) -> None:

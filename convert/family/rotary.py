@@ -5,14 +5,29 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..methods.attention import Rotary
-
 _POSITION = 3
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the rotary position embedding pairs the rows of a head.
+
+    Attributes:
+        layout: ``half`` pairs row f with row f + dim/2, ``interleaved`` pairs 2f with 2f + 1, ``none`` rotates nothing.
+        dim: how many leading rows of a head are rotated; the others pass through.
+    """
+
+    layout: str
+    dim: int
+
+
+NOT_ROTATED = Rotary("none", 0)
 
 
 def rotary_of(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Rotary | None:
@@ -23,7 +38,7 @@ def rotary_of(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Ro
     """
     source = inspect.getsource(type(attention))
     if not any(word in source for word in ("rotary", "rope", "position_embeddings", "freqs")):
-        return Rotary("none", 0)
+        return NOT_ROTATED
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return None

@@ -1,9 +1,9 @@
-"""Basis changes that let the heads of a group share one head, and their application to a block.
+"""Basis changes that let the heads of a group share one head, and their application to a layer.
 
 Three parts of a head are free by themselves: each rotary plane of K (one complex number), the rows of K that are not
 rotated (any invertible map), and V (any invertible map). For each part a method says how the shared head is combined
-from the members, and how a member is read back from it; the reading back is folded into q and o, so it costs nothing.
-Letters of shapes as in heads.py and energy.py; m members of a group.
+from the members, and how a member is read back from it. The reading back is folded into q and o, so it costs nothing
+when the model runs.
 """
 
 from __future__ import annotations
@@ -14,131 +14,163 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..family.attention_layer import AttentionLayer
 from .attention import Attention
 from .moments import (
-    Energy,
-    Extended,
-    Rows,
-    assembled,
-    extended,
-    measured,
-    narrowed,
+    AttentionWithMoments,
+    HeadGrams,
+    RotaryRows,
+    from_planes,
+    head_grams,
     rotary_rows,
     score_energy,
     to_planes,
+    with_moments,
+    with_projections,
 )
+from .table import AllowedTurns
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How one group shares: shared = Σ_h combine_h member_h, and member_h ≈ expand_h shared.
+class SharedBasis:
+    """How one group shares a head: shared = Σ_h combine_h member_h, and member_h ≈ expand_h shared.
 
     Attributes:
-        plane_combine_Fm, plane_expand_Fm: complex, one number per plane and member.
-        passing_combine_mPP, passing_expand_mPP: for the key rows that are not rotated.
-        value_combine_mDD, value_expand_mDD: for V.
+        plane_combine_FM, plane_expand_FM: complex, one number per plane and member.
+        passing_combine_MPP, passing_expand_MPP: for the key rows that are not rotated.
+        value_combine_MDD, value_expand_MDD: for V.
         balanced: give the shared head the mean norm of its members, and its queries and outputs the inverse.
         rescaled: give the shared head the mean norm of its members, and nothing else the inverse.
-        sharpened: bring the spread of each query head's scores half-way back to what it was, in logarithms.
+        sharpened: bring the spread of each query head's scores half-way back to what it was, on a logarithmic scale.
     """
 
-    plane_combine_Fm: Tensor
-    plane_expand_Fm: Tensor
-    passing_combine_mPP: Tensor
-    passing_expand_mPP: Tensor
-    value_combine_mDD: Tensor
-    value_expand_mDD: Tensor
+    plane_combine_FM: Tensor
+    plane_expand_FM: Tensor
+    passing_combine_MPP: Tensor
+    passing_expand_MPP: Tensor
+    value_combine_MDD: Tensor
+    value_expand_MDD: Tensor
     balanced: bool = False
     rescaled: bool = False
     sharpened: bool = False
 
 
-Solver = Callable[[Attention, Rows, Energy], Sharing]
-"""A method for one group: the block (for what its norms allow), its rows, the group's energy → how it shares."""
+GroupSolver = Callable[[Attention, RotaryRows, HeadGrams], SharedBasis]
+"""A method for one group: the layer (for what its norms allow), its rows, the group's Gram matrices → its basis."""
 
 
-def shared(attention: Attention, groups: int, second_moment: Tensor | None, solve: Solver) -> Attention:
+def share_heads(attention: Attention, groups: int, second_moment: Tensor | None, solve: GroupSolver) -> Attention:
     """Let each group of neighbouring KV heads share one head.
 
     Args:
-        groups: divides the KV heads; as many groups as heads leave the block untouched.
+        groups: divides the KV heads; as many groups as heads leave the layer untouched.
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
     """
     if groups == attention.kv_heads:
         return attention
     rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
-    layer = extended(attention, second_moment)
+    layer = with_moments(attention, second_moment)
     parts = []
     for heads in contiguous_groups(attention.kv_heads, groups):
-        sharing = solve(attention, rows, measured(layer, rows, heads))
-        parts.append(_share_group(layer, rows, heads, sharing))
+        basis = solve(attention, rows, head_grams(layer, rows, heads))
+        parts.append(_share_group(layer, rows, heads, basis))
     q_HDE, k_GDE, v_GDE = (torch.cat([part[index] for part in parts]) for index in range(3))
-    return narrowed(attention, q_HDE, k_GDE, v_GDE, torch.cat([part[3] for part in parts], dim=1))
+    return with_projections(attention, q_HDE, k_GDE, v_GDE, torch.cat([part[3] for part in parts], dim=1))
 
 
 def contiguous_groups(kv_heads: int, groups: int) -> list[list[int]]:
-    """Neighbouring heads by group, the order in which ``repeat_interleave`` shares them."""
+    """Split the heads into groups of neighbours, as ``repeat_interleave`` shares them."""
     members = kv_heads // groups
     return [list(range(first, first + members)) for first in range(0, kv_heads, members)]
 
 
+Parts = tuple[Tensor, Tensor, Tensor]
+"""What combines by itself in a head: planes of K (…, F, E) complex, unrotated rows of K (…, P, E), and V (…, D, E)."""
+
+
 def _share_group(
-    layer: Extended, rows: Rows, heads: list[int], sharing: Sharing
+    layer: AttentionWithMoments, rows: RotaryRows, heads: list[int], basis: SharedBasis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q of the group's query heads, the shared k, the shared v, o of its query heads)."""
+    """Apply the basis of one group.
+
+    Returns:
+        q of the group's query heads (X, D, E), the shared k and v (1, D, E), o of its query heads (C, X, D).
+    """
     per_kv = layer.q_HDE.shape[0] // layer.k_KDE.shape[0]
     queries = [head * per_kv + offset for head in heads for offset in range(per_kv)]
-    planes_mFE, passing_mPE, v_mDE = (
-        to_planes(layer.k_KDE[heads], rows),
-        layer.k_KDE[heads][:, rows.passing_P],
-        layer.v_KDE[heads],
+    k_MDE, v_MDE = layer.k_KDE[heads], layer.v_KDE[heads]
+    members = to_planes(k_MDE, rows), k_MDE[:, rows.passing_P], v_MDE
+    shared = (
+        torch.einsum("fm,mfe->fe", basis.plane_combine_FM, members[0]),
+        (basis.passing_combine_MPP @ members[1]).sum(0),
+        (basis.value_combine_MDD @ members[2]).sum(0),
     )
-    plane_FE = torch.einsum("fm,mfe->fe", sharing.plane_combine_Fm, planes_mFE)
-    passing_PE = (sharing.passing_combine_mPP @ passing_mPE).sum(0)
-    v_DE = (sharing.value_combine_mDD @ v_mDE).sum(0)
-    if sharing.balanced:
-        scale_F = _norm_ratio(planes_mFE.abs().square().sum(-1).sqrt().mean(0), plane_FE.abs().square().sum(-1).sqrt())
-        passing_scale = _norm_ratio(passing_mPE.norm(dim=(1, 2)).mean(), passing_PE.norm())
-        v_scale = _norm_ratio(v_mDE.norm(dim=(1, 2)).mean(), v_DE.norm())
-        plane_FE, passing_PE, v_DE = plane_FE * scale_F.unsqueeze(-1), passing_PE * passing_scale, v_DE * v_scale
-        sharing = replace(
-            sharing,
-            plane_expand_Fm=sharing.plane_expand_Fm / scale_F.unsqueeze(-1),
-            passing_expand_mPP=sharing.passing_expand_mPP / passing_scale,
-            value_expand_mDD=sharing.value_expand_mDD / v_scale,
-        )
-    k_DE = assembled(plane_FE.unsqueeze(0), passing_PE.unsqueeze(0), rows)
-    if sharing.rescaled:
-        k_DE = k_DE * _norm_ratio(layer.k_KDE[heads].norm(dim=(1, 2)).mean(), k_DE.norm())
-        v_DE = v_DE * _norm_ratio(v_mDE.norm(dim=(1, 2)).mean(), v_DE.norm())
-    q_XDE = _read_keys(layer.q_HDE[queries], rows, sharing, per_kv)
-    if sharing.sharpened:
-        q_XDE = q_XDE * _sharpening(layer, rows, heads, queries, q_XDE, k_DE)[:, None, None]
-    o_CXD = torch.einsum("cxd,xde->cxe", layer.o_CHD[:, queries], sharing.value_expand_mDD.repeat_interleave(per_kv, 0))
-    return q_XDE, k_DE, v_DE.unsqueeze(0), o_CXD
+    if basis.balanced:
+        shared, basis = _balanced(members, shared, basis)
+    plane_FE, passing_PE, v_DE = shared
+    k_1DE = from_planes(plane_FE.unsqueeze(0), passing_PE.unsqueeze(0), rows)
+    if basis.rescaled:
+        k_1DE = k_1DE * _norm_ratio(k_MDE.norm(dim=(1, 2)).mean(), k_1DE.norm())
+        v_DE = v_DE * _norm_ratio(v_MDE.norm(dim=(1, 2)).mean(), v_DE.norm())
+    q_XDE = _read_shared_keys(layer.q_HDE[queries], rows, basis, per_kv)
+    if basis.sharpened:
+        before_X = score_energy(layer, rows, layer.q_HDE[queries], k_MDE.repeat_interleave(per_kv, 0))
+        after_X = score_energy(layer, rows, q_XDE, k_1DE.expand_as(q_XDE))
+        q_XDE = q_XDE * _sharpening(before_X, after_X)[:, None, None]
+    o_CXD = torch.einsum("cxd,xde->cxe", layer.o_CHD[:, queries], basis.value_expand_MDD.repeat_interleave(per_kv, 0))
+    return q_XDE, k_1DE, v_DE.unsqueeze(0), o_CXD
 
 
-def _sharpening(
-    layer: Extended, rows: Rows, heads: list[int], queries: list[int], q_XDE: Tensor, k_1DE: Tensor
-) -> Tensor:
-    """A factor for each query head: the fourth root of what the energy of its scores was over what it is.
+def _balanced(members: Parts, shared: Parts, basis: SharedBasis) -> tuple[Parts, SharedBasis]:
+    """Give each part of the shared head the mean norm of its members, and what reads it the inverse.
 
-    A shared key holds a part of each member only, so scores spread less and attention goes flat; the square root would
-    make up for all of it, but what is left of the scores is not to be trusted that much.
+    The product of both does not change. Sizes like the members' suit the dtype of the weights and the learning rate of
+    a later training.
     """
-    per_head = len(queries) // len(heads)
-    before_X = score_energy(layer, rows, layer.q_HDE[queries], layer.k_KDE[heads].repeat_interleave(per_head, 0))
-    after_X = score_energy(layer, rows, q_XDE, k_1DE.expand_as(q_XDE))
+    planes_MFE, passing_MPE, v_MDE = members
+    plane_FE, passing_PE, v_DE = shared
+    scale_F = _norm_ratio(planes_MFE.abs().square().sum(-1).sqrt().mean(0), plane_FE.abs().square().sum(-1).sqrt())
+    passing_scale = _norm_ratio(passing_MPE.norm(dim=(1, 2)).mean(), passing_PE.norm())
+    v_scale = _norm_ratio(v_MDE.norm(dim=(1, 2)).mean(), v_DE.norm())
+    return (plane_FE * scale_F.unsqueeze(-1), passing_PE * passing_scale, v_DE * v_scale), replace(
+        basis,
+        plane_expand_FM=basis.plane_expand_FM / scale_F.unsqueeze(-1),
+        passing_expand_MPP=basis.passing_expand_MPP / passing_scale,
+        value_expand_MDD=basis.value_expand_MDD / v_scale,
+    )
+
+
+def _sharpening(before_X: Tensor, after_X: Tensor) -> Tensor:
+    """Compute a factor for each query head from the energy of its scores: (before / after)^¼.
+
+    A shared key holds only a part of each member, so scores spread less and attention goes flat. Scores are square
+    roots of energies, so (before / after)^½ would bring back the whole spread. But what is left of the scores is partly
+    wrong, and amplifying all of it amplifies the error: the fourth root goes half-way.
+    """
     return _norm_ratio(before_X, after_X) ** 0.25
 
 
-def _read_keys(q_XDE: Tensor, rows: Rows, sharing: Sharing, per_kv: int) -> Tensor:
-    """Queries that read the shared key as they read their own: k ≈ b c gives qᴴ k = (conj(b) q)ᴴ c."""
-    plane_XF = sharing.plane_expand_Fm.conj().T.repeat_interleave(per_kv, 0)
-    passing_XPP = sharing.passing_expand_mPP.repeat_interleave(per_kv, 0)
-    return assembled(to_planes(q_XDE, rows) * plane_XF.unsqueeze(-1), passing_XPP.mT @ q_XDE[:, rows.passing_P], rows)
+def _read_shared_keys(q_XDE: Tensor, rows: RotaryRows, basis: SharedBasis, per_kv: int) -> Tensor:
+    """Rewrite queries so that they read the shared key c as they read their own k ≈ b c: qᴴ k = (conj(b) q)ᴴ c."""
+    plane_XF = basis.plane_expand_FM.conj().T.repeat_interleave(per_kv, 0)
+    passing_XPP = basis.passing_expand_MPP.repeat_interleave(per_kv, 0)
+    return from_planes(to_planes(q_XDE, rows) * plane_XF.unsqueeze(-1), passing_XPP.mT @ q_XDE[:, rows.passing_P], rows)
 
 
 def _norm_ratio(wanted: Tensor, found: Tensor) -> Tensor:
-    """wanted / found; 1 where either is zero, since there is nothing to scale."""
+    """Divide; 1 where either is zero, because then there is nothing to scale."""
     return torch.where((wanted > 0) & (found > 0), wanted / found, torch.ones_like(wanted))
+
+
+def turns_in_words(layer: AttentionLayer, turns: AllowedTurns) -> str:
+    """Describe the turns of one layer, such as ``keys: a phase per rotary plane; values: a rotation``."""
+    return f"keys: {_key_turns(layer, turns)}; values: {turns.of_rows}"
+
+
+def _key_turns(layer: AttentionLayer, turns: AllowedTurns) -> str:
+    if layer.keys_normed:
+        return "a sign per rotary plane or row, or a phase where the two weights of the q/k norm are equal"
+    rotated = 0 if layer.rotary is None or layer.rotary.layout == "none" else layer.rotary.dim
+    of_planes = [f"{turns.of_planes} per rotary plane"] if rotated else []
+    of_rows = [turns.of_rows] if rotated < layer.head_dim else []
+    return ", ".join([*of_planes, *of_rows]) + (" of the rows not rotated" if of_planes and of_rows else "")

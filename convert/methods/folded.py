@@ -1,28 +1,25 @@
 """``folded``: keep the best subspace that the heads of a group can share, in closed form.
 
-For each part of a head that allows a basis change (see basis.py), the shared head is the principal component of its
-members: of K weighted by the energy of the queries, of V weighted by the output projection, both in the metric
-C = E[x xᵀ] of the activations (Eckart–Young). See docs/methods.md for the derivation.
+For each part of a head that allows a basis change (see basis_change.py), the shared head is the principal component of
+its members (Eckart and Young 1936): K weighted by the energy of the queries, V weighted by the output projection, both
+in the metric C = E[x xᵀ] of the activations. docs/methods.md has the derivation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .aligned import normed_turns
 from .attention import Attention
-from .basis_change import Sharing, contiguous_groups, shared
-from .moments import Energy, Rows, extended, measured, rotary_rows
-
-if TYPE_CHECKING:
-    from .table import MethodContext
+from .basis_change import SharedBasis, contiguous_groups, share_heads
+from .context import MethodContext
+from .moments import HeadGrams, RotaryRows, head_grams, rotary_rows, with_moments
 
 _DAMPING = 1e-9
-"""Share of the mean weight given to what no query reads or no output shows, so that roots can be inverted."""
+"""Share of the mean weight given to rows that no query reads or no output shows, so that roots can be inverted."""
 
 
 def folded(attention: Attention, groups: int, context: MethodContext) -> Attention:
@@ -35,142 +32,149 @@ def folded(attention: Attention, groups: int, context: MethodContext) -> Attenti
         UnsupportedError: the rotary layout is not known.
         UsageError: the statistics belong to a model of another width.
     """
-    return shared(attention, groups, context.second_moment, fold_group)
+    return share_heads(attention, groups, context.second_moment, fold_group)
 
 
-def fold_group(attention: Attention, rows: Rows, energy: Energy) -> Sharing:
-    """Principal components for the planes of K, for its other rows, and for V."""
+def fold_group(attention: Attention, rows: RotaryRows, grams: HeadGrams) -> SharedBasis:
+    """Find principal components for the planes of K, for its other rows, and for V."""
     if attention.keys_normed:
-        planes_Fm, passing_mPP, scale_m = normed_turns(attention, rows, energy)
-        members = len(scale_m)
-        plane_combine_Fm, plane_expand_Fm = planes_Fm.conj() * scale_m / members, planes_Fm
-        passing_combine_mPP, passing_expand_mPP = passing_mPP.mT * scale_m[:, None, None] / members, passing_mPP
+        planes_FM, passing_MPP, scale_M = normed_turns(attention, rows, grams)
+        members = len(scale_M)
+        plane_combine_FM, plane_expand_FM = planes_FM.conj() * scale_M / members, planes_FM
+        passing_combine_MPP, passing_expand_MPP = passing_MPP.mT * scale_M[:, None, None] / members, passing_MPP
     else:
-        plane_combine_Fm, plane_expand_Fm = principal_row(energy.planes_FKK, energy.plane_queries_FK)
-        passing_combine_mPP, passing_expand_mPP = principal_rows(energy.passing_KPKP, energy.passing_queries_KPP)
-    value_combine_mDD, value_expand_mDD = principal_rows(energy.values_KDKD, energy.outputs_KDD)
-    return Sharing(
-        plane_combine_Fm,
-        plane_expand_Fm,
-        passing_combine_mPP,
-        passing_expand_mPP,
-        value_combine_mDD,
-        value_expand_mDD,
+        plane_combine_FM, plane_expand_FM = principal_row(grams.planes_FKK, grams.plane_weights_FK)
+        passing_combine_MPP, passing_expand_MPP = principal_rows(grams.passing_KPKP, grams.passing_weights_KPP)
+    value_combine_MDD, value_expand_MDD = principal_rows(grams.values_KDKD, grams.value_weights_KDD)
+    return SharedBasis(
+        plane_combine_FM,
+        plane_expand_FM,
+        passing_combine_MPP,
+        passing_expand_MPP,
+        value_combine_MDD,
+        value_expand_MDD,
         balanced=not attention.keys_normed,
         sharpened=not attention.keys_normed,
     )
 
 
-def principal_row(gram_Fmm: Tensor, weight_Fm: Tensor) -> tuple[Tensor, Tensor]:
-    """The complex row c that all members share best: min Σ_h w_h |κ_h − b_h c|² in the metric of the gram.
+def principal_row(gram_FMM: Tensor, weight_FM: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the complex row c that all members share best: min Σ_h w_h |κ_h − b_h c|² in the metric C.
+
+    With S_ij = √(w_i w_j) κ_i C κ_jᴴ and its top eigenvector u, c = Σ_h conj(u_h) √w_h κ_h and b_h = u_h / √w_h
+    (docs/methods.md, "K, per rotary plane").
 
     Args:
-        gram_Fmm: κ_i C κ_jᴴ, per plane.
-        weight_Fm: w_h, how large the queries of member h are in the plane.
+        gram_FMM: κ_i C κ_jᴴ, per plane.
+        weight_FM: w_h, how large the queries of member h are in the plane.
 
     Returns:
-        (combine, expand), both (F, m): c = Σ_h combine_h κ_h and κ_h ≈ expand_h c.
+        (combine, expand), both (F, M): c = Σ_h combine_h κ_h and κ_h ≈ expand_h c.
     """
-    root_Fm = _damped(weight_Fm).sqrt()
-    vector_Fm = torch.linalg.eigh(_weighted_planes(gram_Fmm, root_Fm)).eigenvectors[..., -1]
-    # An eigenvector has no phase of its own: the member that it holds most of stays as it was.
-    largest = vector_Fm.gather(-1, vector_Fm.abs().argmax(-1, keepdim=True))
-    vector_Fm = vector_Fm * largest.conj() / largest.abs()
-    return vector_Fm.conj() * root_Fm, vector_Fm / root_Fm
+    root_FM = _damped(weight_FM).sqrt()
+    vector_FM = torch.linalg.eigh(_weighted_planes(gram_FMM, root_FM)).eigenvectors[..., -1]
+    # An eigenvector is determined up to a phase: choose it so that the member with the largest part is not turned.
+    largest = vector_FM.gather(-1, vector_FM.abs().argmax(-1, keepdim=True))
+    vector_FM = vector_FM * largest.conj() / largest.abs()
+    return vector_FM.conj() * root_FM, vector_FM / root_FM
 
 
-def principal_rows(gram_mPmP: Tensor, weight_mPP: Tensor) -> tuple[Tensor, Tensor]:
-    """The P rows that all members share best: min Σ_h ‖R_h (W_h − B_h c)‖² with R_hᵀ R_h = weight_h.
+def principal_rows(gram_MRMR: Tensor, weight_MRR: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the R rows c that all members share best: min Σ_h ‖A_h (W_h − B_h c)‖² in the metric C, A_hᵀ A_h = weight_h.
+
+    With U the top R eigenvectors of the stacked A_i W_i C W_jᵀ A_jᵀ, c = Σ_h U_hᵀ A_h W_h and B_h = A_h⁻¹ U_h
+    (docs/methods.md, "V").
 
     Args:
-        gram_mPmP: W_i C W_jᵀ.
-        weight_mPP: how strongly what reads member h sees each direction of it.
+        gram_MRMR: W_i C W_jᵀ.
+        weight_MRR: how strongly the readers of member h see each of its directions: outputs for V, queries for K.
 
     Returns:
-        (combine, expand), both (m, P, P): c = Σ_h combine_h W_h and W_h ≈ expand_h c.
+        (combine, expand), both (M, R, R): c = Σ_h combine_h W_h and W_h ≈ expand_h c.
     """
-    members, width = gram_mPmP.shape[:2]
-    if width == 0:
-        return gram_mPmP.new_zeros(members, 0, 0), gram_mPmP.new_zeros(members, 0, 0)
-    root_mPP, inverse_mPP = _roots(weight_mPP)
-    gram = _weighted_rows(gram_mPmP, root_mPP).reshape(members * width, members * width)
-    vectors_mPP = torch.linalg.eigh(gram).eigenvectors[:, -width:].unflatten(0, (members, width))
-    return vectors_mPP.mT @ root_mPP, inverse_mPP @ vectors_mPP
+    members, width = gram_MRMR.shape[:2]
+    if width == 0:  # every row is rotated
+        return gram_MRMR.new_zeros(members, 0, 0), gram_MRMR.new_zeros(members, 0, 0)
+    root_MRR, inverse_MRR = _roots(weight_MRR)
+    gram = _weighted_rows(gram_MRMR, root_MRR).reshape(members * width, members * width)
+    vectors_MRR = torch.linalg.eigh(gram).eigenvectors[:, -width:].unflatten(0, (members, width))
+    return vectors_MRR.mT @ root_MRR, inverse_MRR @ vectors_MRR
 
 
-def _damped(weight_Fm: Tensor) -> Tensor:
+def _damped(weight_FM: Tensor) -> Tensor:
+    """Raise weights a little above zero; ``tiny`` serves a plane that no query of any member reads."""
     tiny = torch.finfo(torch.float64).tiny
-    return weight_Fm + (_DAMPING * weight_Fm.mean(-1, keepdim=True)).clamp_min(tiny)
+    return weight_FM + (_DAMPING * weight_FM.mean(-1, keepdim=True)).clamp_min(tiny)
 
 
-def _roots(weight_mPP: Tensor) -> tuple[Tensor, Tensor]:
-    """R and R⁻¹ with RᵀR = weight, damped."""
-    values_mP, vectors_mPP = torch.linalg.eigh(weight_mPP)
-    root_mP = _damped(values_mP.clamp_min(0)).sqrt()
-    return root_mP.unsqueeze(-1) * vectors_mPP.mT, vectors_mPP / root_mP.unsqueeze(-2)
+def _roots(weight_MRR: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute A and A⁻¹ with AᵀA = weight, damped."""
+    values_MR, vectors_MRR = torch.linalg.eigh(weight_MRR)
+    root_MR = _damped(values_MR.clamp_min(0)).sqrt()
+    return root_MR.unsqueeze(-1) * vectors_MRR.mT, vectors_MRR / root_MR.unsqueeze(-2)
 
 
-def _weighted_planes(gram_Fmm: Tensor, root_Fm: Tensor) -> Tensor:
-    return gram_Fmm * root_Fm.unsqueeze(-1) * root_Fm.unsqueeze(-2)
+def _weighted_planes(gram_FMM: Tensor, root_FM: Tensor) -> Tensor:
+    return gram_FMM * root_FM.unsqueeze(-1) * root_FM.unsqueeze(-2)
 
 
-def _weighted_rows(gram_mPmP: Tensor, root_mPP: Tensor) -> Tensor:
-    return torch.einsum("iap,ipjq,jbq->iajb", root_mPP, gram_mPmP, root_mPP)
+def _weighted_rows(gram_MRMR: Tensor, root_MRR: Tensor) -> Tensor:
+    return torch.einsum("iap,ipjq,jbq->iajb", root_MRR, gram_MRMR, root_MRR)
 
 
 @dataclass(frozen=True)
-class Spectra:
-    """What sharing would lose, ready for any choice of heads.
+class WeightedGrams:
+    """Gram matrices of a layer's heads, weighted by their readers: give the loss of any group of heads.
 
     Attributes:
-        planes_FKK, passing_KPKP, values_KDKD: the grams of :class:`Energy`, weighted by queries and outputs.
+        planes_FKK, passing_KPKP, values_KDKD: as in :class:`.moments.HeadGrams`, weighted by queries and outputs.
     """
 
     planes_FKK: Tensor
     passing_KPKP: Tensor
     values_KDKD: Tensor
 
-    def lost(self, heads: list[int]) -> tuple[float, float]:
-        """Energy of K and of V that one shared head cannot hold, in squared scores and squared outputs.
-
-        The score of a plane is the real part of a product that positions turn evenly, hence its half.
-        """
+    def lost_energy(self, heads: list[int]) -> tuple[float, float]:
+        """Compute the energy of K and of V that one shared head cannot hold, in squared scores and squared outputs."""
+        # A plane's score is the real part of a complex product whose phase positions spread evenly: half its energy.
         planes = torch.linalg.eigvalsh(self.planes_FKK[:, heads][:, :, heads])[..., :-1].sum().item() / 2
         return planes + _tail(self.passing_KPKP, heads), _tail(self.values_KDKD, heads)
 
-    def total(self) -> tuple[float, float]:
-        """All the energy of K and of V."""
+    def total_energy(self) -> tuple[float, float]:
+        """Compute all the energy of K and of V."""
         planes = self.planes_FKK.diagonal(dim1=-2, dim2=-1).real.sum().item() / 2
         passing, values = (_square(gram).trace().item() for gram in (self.passing_KPKP, self.values_KDKD))
         return planes + passing, values
 
 
-def _square(gram_KPKP: Tensor) -> Tensor:
-    return gram_KPKP.flatten(0, 1).flatten(1, 2)
+def _square(gram_KRKR: Tensor) -> Tensor:
+    """Flatten to one matrix, (K·R, K·R)."""
+    return gram_KRKR.flatten(0, 1).flatten(1, 2)
 
 
-def _tail(gram_KPKP: Tensor, heads: list[int]) -> float:
-    width = gram_KPKP.shape[1]
+def _tail(gram_KRKR: Tensor, heads: list[int]) -> float:
+    """Sum the eigenvalues that R shared rows cannot hold: all but the R largest."""
+    width = gram_KRKR.shape[1]
     if width == 0:
         return 0.0
-    values = torch.linalg.eigvalsh(_square(gram_KPKP[heads][:, :, heads]))
+    values = torch.linalg.eigvalsh(_square(gram_KRKR[heads][:, :, heads]))
     return float(values[:-width].clamp_min(0).sum())
 
 
-def spectra(attention: Attention, context: MethodContext) -> Spectra:
-    """Weigh the energy of a layer's heads by what reads them."""
+def weighted_grams(attention: Attention, context: MethodContext) -> WeightedGrams:
+    """Weigh the Gram matrices of a layer's heads by the queries and outputs that read them."""
     rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
-    energy = measured(extended(attention, context.second_moment), rows, list(range(attention.kv_heads)))
-    return Spectra(
-        planes_FKK=_weighted_planes(energy.planes_FKK, energy.plane_queries_FK.sqrt()),
-        passing_KPKP=_weighted_rows(energy.passing_KPKP, _roots(energy.passing_queries_KPP)[0]),
-        values_KDKD=_weighted_rows(energy.values_KDKD, _roots(energy.outputs_KDD)[0]),
+    grams = head_grams(with_moments(attention, context.second_moment), rows, list(range(attention.kv_heads)))
+    return WeightedGrams(
+        planes_FKK=_weighted_planes(grams.planes_FKK, grams.plane_weights_FK.sqrt()),
+        passing_KPKP=_weighted_rows(grams.passing_KPKP, _roots(grams.passing_weights_KPP)[0]),
+        values_KDKD=_weighted_rows(grams.values_KDKD, _roots(grams.value_weights_KDD)[0]),
     )
 
 
 @dataclass(frozen=True)
 class PredictedLoss:
-    """Shares of a layer's energy that ``folded`` would lose, by group; their sums are the layer's.
+    """Shares of a layer's energy that ``folded`` would lose, by group; the layer loses their sum.
 
     Attributes:
         keys_G: share of the energy of the scores.
@@ -190,13 +194,13 @@ class PredictedLoss:
 
 
 def predicted_loss(attention: Attention, groups: int, context: MethodContext) -> PredictedLoss:
-    """Say before a conversion how much it would lose: the energy outside the subspace that a group can share.
+    """Predict the loss of grouping neighbours: the energy outside the subspace that a group can share.
 
-    Where the keys are normed, the figure for K is that of a free basis, so it is a lower bound.
+    Where the keys are normed, the figure for K assumes a free basis, so it is a lower bound.
     """
-    layer = spectra(attention, context)
-    keys_total, values_total = layer.total()
-    lost = [layer.lost(heads) for heads in contiguous_groups(attention.kv_heads, groups)]
+    grams = weighted_grams(attention, context)
+    keys_total, values_total = grams.total_energy()
+    lost = [grams.lost_energy(heads) for heads in contiguous_groups(attention.kv_heads, groups)]
     return PredictedLoss(
         keys_G=[keys / keys_total if keys_total else 0.0 for keys, _ in lost],
         values_G=[values / values_total if values_total else 0.0 for _, values in lost],

@@ -1,4 +1,4 @@
-"""Which KV heads form a group: neighbours as they come, or those that share best (``similarity``)."""
+"""Choose which KV heads form a group: ``similarity`` puts those together that share a head best."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ from collections.abc import Callable
 from functools import cache
 from itertools import combinations
 from math import comb
-from typing import TYPE_CHECKING
 
 from .attention import Attention
 from .basis_change import contiguous_groups
-from .folded import spectra
-
-if TYPE_CHECKING:
-    from .table import MethodContext
+from .context import MethodContext
+from .folded import weighted_grams
 
 Cost = Callable[[tuple[int, ...]], float]
-"""Predicted loss of one group, given its heads in ascending order."""
+"""Heads of one group in ascending order → its predicted loss."""
 
 _EXACT_HEADS = 16
 _EXACT_SUBSETS = 2000
-"""Each possible group costs an eigenvalue problem of m·D rows: 10 ms for four heads of 64. 16 heads give 1,820 groups
+"""Each possible group costs an eigenvalue problem of M·D rows: 10 ms for four heads of 64. 16 heads give 1,820 groups
 of four (exact), but 12,870 groups of eight (searched)."""
 _CHECKS_PER_HEAD = 12
 
 
 def similarity_order(attention: Attention, groups: int, context: MethodContext) -> list[int]:
-    """The order of KV heads in which neighbours share best: least summed predicted loss over equal-size groups.
+    """Order the KV heads so that neighbours share best: least summed predicted loss over groups of equal size.
 
     The loss of a group is the share of the layer's K energy plus the share of its V energy that ``folded`` would lose.
-    The partition is the best of all where the heads are at most 16 and the possible groups at most 2,000; beyond, it
-    is found by swaps that start from the sums of pairwise losses, and is never worse than neighbours.
+    The partition is the best of all for up to 16 heads with up to 2,000 possible groups. Beyond that a search swaps
+    heads between groups; its result is never worse than neighbours.
 
     Returns:
-        A permutation of range(K) for :func:`headfold.convert.methods.attention.permuted`; groups by their first head.
+        A permutation of range(K) for :func:`.permutation.permuted_attention`; groups are sorted by their first head.
 
     Raises:
         UnsupportedError: the rotary layout is not known.
@@ -43,12 +40,12 @@ def similarity_order(attention: Attention, groups: int, context: MethodContext) 
     members = heads // groups
     if members in (1, heads):
         return list(range(heads))
-    layer = spectra(attention, context)
-    totals = layer.total()
+    grams = weighted_grams(attention, context)
+    totals = grams.total_energy()
 
     @cache
     def cost(group: tuple[int, ...]) -> float:
-        lost = layer.lost(list(group))
+        lost = grams.lost_energy(list(group))
         return sum(part / total for part, total in zip(lost, totals, strict=True) if total > 0)
 
     exact = heads <= _EXACT_HEADS and comb(heads, members) <= _EXACT_SUBSETS
@@ -57,10 +54,11 @@ def similarity_order(attention: Attention, groups: int, context: MethodContext) 
 
 
 def best_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, ...]]:
-    """The cheapest partition of range(heads) into groups of ``members``: dynamic programming over sets of heads.
+    """Find the cheapest partition of range(heads) into groups of ``members``.
 
-    Groups are taken in the order of their lowest head, so each set of heads is solved once: at most 2^heads steps
-    where trying all partitions takes over two million for 16 heads in pairs. Neighbours win a tie.
+    Dynamic programming: groups are taken in the order of their lowest head, so each set of remaining heads is solved
+    once. That takes at most 2^heads steps, where 16 heads in pairs have over two million partitions. Neighbours win a
+    tie.
     """
 
     @cache
@@ -73,6 +71,7 @@ def best_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, ...]
             group = (first, *mates)
             rest, partition = solve(tuple(head for head in others if head not in mates))
             total = cost(group) + rest
+            # The margin makes ties independent of rounding: neighbours come first and win them.
             if best is None or total < best[0] - 1e-12:
                 best = total, (group, *partition)
         assert best is not None
@@ -82,29 +81,30 @@ def best_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, ...]
 
 
 def searched_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, ...]]:
-    """A good partition where the best is out of reach: swap heads between groups while the summed cost falls.
+    """Find a good partition where the best takes too long: swap heads between groups while the summed cost falls.
 
-    Swaps are tried in the order of what the pairwise costs promise, from neighbours and from the partition that is
-    best by pairwise costs; the number of costs computed stays proportional to the number of heads.
+    Swaps are tried in the order of the gain that pairwise costs estimate. The search starts twice, from neighbours and
+    from a good partition by pairwise costs; the number of costs computed is proportional to the number of heads.
     """
-    promise = _pairwise(heads, cost)
+    estimate = _pairwise(heads, cost)
     neighbours = [set(group) for group in contiguous_groups(heads, heads // members)]
-    promising = _swapped([set(group) for group in neighbours], promise, promise, checks=heads**3)
-    candidates = [_swapped(start, cost, promise, _CHECKS_PER_HEAD * heads) for start in (neighbours, promising)]
+    by_pairs = _swapped([set(group) for group in neighbours], estimate, estimate, checks=heads**3)
+    candidates = [_swapped(start, cost, estimate, _CHECKS_PER_HEAD * heads) for start in (neighbours, by_pairs)]
     best = min(candidates, key=lambda partition: sum(cost(_key(group)) for group in partition))
     return sorted(_key(group) for group in best)
 
 
 def _pairwise(heads: int, cost: Cost) -> Cost:
+    """Estimate the cost of a group by the sum over its pairs: K² eigenvalue problems serve all groups."""
     pairs = {pair: cost(pair) for pair in combinations(range(heads), 2)}
     return lambda group: sum(pairs[pair] for pair in combinations(group, 2))
 
 
-def _swapped(start: list[set[int]], cost: Cost, promise: Cost, checks: int) -> list[set[int]]:
-    """Take the first swap that lowers the cost, again and again; give up after ``checks`` swaps looked at."""
+def _swapped(start: list[set[int]], cost: Cost, estimate: Cost, checks: int) -> list[set[int]]:
+    """Take the first swap that lowers the cost, again and again; stop after checking ``checks`` swaps."""
     partition = start
     while True:
-        for _, first, second, one, other in _swaps(partition, promise):
+        for _, first, second, one, other in _swaps(partition, estimate):
             if checks == 0:
                 return partition
             checks -= 1
@@ -118,15 +118,16 @@ def _swapped(start: list[set[int]], cost: Cost, promise: Cost, checks: int) -> l
             return partition
 
 
-def _swaps(partition: list[set[int]], promise: Cost) -> list[tuple[float, int, int, int, int]]:
-    """(promised change, two groups, the head that each gives), most promising first."""
+def _swaps(partition: list[set[int]], estimate: Cost) -> list[tuple[float, int, int, int, int]]:
+    """List (estimated change, two groups, the head that each gives), largest fall first."""
     found = []
     for first, second in combinations(range(len(partition)), 2):
-        before = promise(_key(partition[first])) + promise(_key(partition[second]))
+        before = estimate(_key(partition[first])) + estimate(_key(partition[second]))
         for one in sorted(partition[first]):
             for other in sorted(partition[second]):
                 new_one, new_other = _exchanged(partition[first], partition[second], one, other)
-                found.append((promise(_key(new_one)) + promise(_key(new_other)) - before, first, second, one, other))
+                change = estimate(_key(new_one)) + estimate(_key(new_other)) - before
+                found.append((change, first, second, one, other))
     return sorted(found)
 
 

@@ -1,9 +1,8 @@
-"""The tensors of one block: read from disk as heads, merged by a method, and back in the form that the disk has."""
+"""The tensors of one attention layer: read from disk as heads, merged by a method, and back in the form on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,130 +11,125 @@ from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from ..family.attention_layer import AttentionLayer
 from ..family.family import Family, full_width_norm
-from .attention import Attention, Rotary, permuted
+from ..family.rotary import NOT_ROTATED
+from .attention import Attention
+from .context import LayerMethod, MethodContext, Pool
 from .grouping import similarity_order
-from .norms import FRESH, merge_full_width
-from .permutation import moved, reordered
-from .table import MethodContext, Pool, pool_mean, pool_random
-
-if TYPE_CHECKING:
-    from ..plan import Plan
-
-_SEEDED = ("k", "v", "k_bias", "v_bias", "k_conv", "v_conv", "k_taps", "v_taps")
-"""Roles in the order of their seeds, so that no two tensors of a block get the same random numbers."""
+from .norms import is_norm, merged_norms
+from .permutation import permuted_attention, permuted_followers, permuted_heads
+from .pooling import pool_attention, pool_mean
+from .table import Method
 
 
-def new_tensors(plan: Plan, block: AttentionLayer, context: MethodContext) -> dict[str, Tensor]:
-    """The tensors of one block that change, by disk name, in the shapes of the result."""
-    source, family, pool = plan.source, plan.family, plan.method.pool
-    if not plan.rewrites_queries:
-        return _joined(block, _pooled(plan, block, range(block.kv_heads), context), family.query_heads, plan.groups)
-    attention = read_attention(source, family, block)
-    order: Sequence[int] = range(block.kv_heads)
+def new_tensors(
+    source: Checkpoint,
+    family: Family,
+    layer: AttentionLayer,
+    groups: int,
+    method: Method,
+    context: MethodContext,
+    *,
+    grouping: str = "contiguous",
+) -> dict[str, Tensor]:
+    """Compute the tensors of one layer that change, by disk name, in the shapes of the result."""
+    heads = _read_heads(source, family, layer)
+    order: Sequence[int] = range(layer.kv_heads)
     followers: dict[str, Tensor] = {}
-    if plan.grouping == "similarity":
-        order = similarity_order(attention, plan.groups, context)
-        made_anew = () if pool else block.rewritten
-        followers = moved(source, block, order, family.query_heads, besides=made_anew)
-    if pool is not None:
-        return followers | _joined(block, _pooled(plan, block, order, context), family.query_heads, plan.groups)
-    merged = plan.method.apply(permuted(attention, order), plan.groups, context)
-    return followers | disk_tensors(family, block, merged, _merged_norms(plan, block, order, context))
+    if grouping == "similarity":
+        order = similarity_order(_attention(source, family, layer, heads), groups, context)
+        # A method that rewrites the layer writes q and o itself, so they must not be moved here as well.
+        written = layer.rewritten if method.rewrites_queries else ()
+        followers = permuted_followers(source, layer, order, family.query_heads, without=written)
+    in_order = permuted_heads(heads, order, family.query_heads)
+    full_width = full_width_norm(layer, source)
+    if not method.rewrites_queries:
+        merged = _pooled_heads(in_order, groups, method, context, full_width=full_width)
+        return followers | _joined(layer, merged, family.query_heads, groups)
+    attention = permuted_attention(_attention(source, family, layer, heads), order)
+    made = convert_attention(method, attention, groups, context)
+    # A norm over the full width decides the size of its keys, so it replaces those that the method made.
+    norms = merged_norms(in_order, groups, method.norms, pool_mean, context, full_width=full_width)
+    return followers | disk_tensors(family, layer, made, norms)
 
 
-def _pooled(plan: Plan, block: AttentionLayer, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
-    """Role → heads, those of keys and values merged by a method that treats every tensor alone.
+def convert_attention(method: Method, attention: Attention, groups: int, context: MethodContext) -> Attention:
+    """Apply a method to a layer: K KV heads → ``groups``, neighbours together."""
+    if method.rewrites_queries:
+        rewrite: LayerMethod = method.load()
+        return rewrite(attention, groups, context)
+    return pool_attention(attention, groups, method.load(), context)
 
-    Args:
-        order: which KV head comes to each place before neighbours are merged.
-    """
-    heads = reordered(_read_heads(plan.source, plan.family, block), order, plan.family.query_heads)
-    pool = plan.method.pool
-    assert pool is not None  # a method without one rewrites queries
+
+def _pooled_heads(
+    heads: Mapping[str, Tensor], groups: int, method: Method, context: MethodContext, *, full_width: bool
+) -> dict[str, Tensor]:
+    """Merge each tensor of keys and values alone, by role; queries in fused tensors stay."""
+    pool: Pool = method.load()
     merged = dict(heads)
     for role in heads:
-        if role in FRESH and pool is pool_random:
-            merged[role] = torch.full_like(heads[role][: plan.groups], FRESH[role])
-        elif not role.startswith("q"):
-            merged[role] = pool(heads[role], plan.groups, _seeded(context, role))
-    if full_width_norm(block, plan.source) and pool is not pool_random:
-        merged |= _merge_full_width(heads, plan.groups, pool, context)
-    return merged
+        if not role.startswith("q") and not is_norm(role):
+            merged[role] = pool(heads[role], groups, context.for_role(role))
+    return merged | merged_norms(heads, groups, method.norms, pool, context, full_width=full_width)
 
 
-def _merged_norms(plan: Plan, block: AttentionLayer, order: Sequence[int], context: MethodContext) -> dict[str, Tensor]:
-    """Norms with weights of every head, beside a method that rewrites the block: their mean, as `mean` takes it.
-
-    A norm over all heads decides on its keys as well, so these come from there too.
-    """
-    if "k_norm" not in block.roles():
-        return {}
-    heads = reordered(_read_heads(plan.source, plan.family, block), order, plan.family.query_heads)
-    if full_width_norm(block, plan.source):
-        return _merge_full_width(heads, plan.groups, pool_mean, context)
-    return {role: pool_mean(heads[role], plan.groups, context) for role in heads if role in FRESH}
-
-
-def _seeded(context: MethodContext, role: str) -> MethodContext:
-    return context.for_tensor(_SEEDED.index(role)) if role in _SEEDED else context
-
-
-def _merge_full_width(
-    heads: Mapping[str, Tensor], groups: int, pool: Pool, context: MethodContext
-) -> dict[str, Tensor]:
-    bias = heads.get("k_bias")
-    k_GDC, bias_GD, norm_GD = merge_full_width(
-        heads["k"], bias, heads["k_norm"], lambda rows: pool(rows, groups, context), context.second_moment
-    )
-    return {"k": k_GDC, "k_norm": norm_GD} | ({} if bias_GD is None else {"k_bias": bias_GD})
-
-
-def _read_heads(source: Checkpoint, family: Family, block: AttentionLayer) -> dict[str, Tensor]:
-    """Role → (heads, R, …) of every tensor that follows the KV heads, in the dtype on disk."""
+def _read_heads(source: Checkpoint, family: Family, layer: AttentionLayer) -> dict[str, Tensor]:
+    """Read every tensor that depends on the number of KV heads: role → (heads, R, …), in the dtype on disk."""
     found: dict[str, Tensor] = {}
-    for stored in block.stored:
+    for stored in layer.stored:
         tensors = [source.read(name) for name in stored.names]
-        found |= stored.split(tensors, family.query_heads, block.kv_heads)
+        found |= stored.split(tensors, family.query_heads, layer.kv_heads)
     return found
 
 
-def read_attention(source: Checkpoint, family: Family, block: AttentionLayer) -> Attention:
-    """One block of a checkpoint as heads, in float32 (float64 stays).
+def read_attention(source: Checkpoint, family: Family, layer: AttentionLayer) -> Attention:
+    """Read one layer of a checkpoint as heads, in float32 (float64 stays).
 
-    What acts beside the projections (gates, sinks) is left out, and keys that are the values as well come twice: only a
-    ``rewritable`` block can be written back from it.
+    Gates and sinks beside the projections are left out, and keys that serve as values come twice. So only a
+    ``rewritable`` layer can be written back from the result.
+
+    Raises:
+        UnsupportedError: the query or output projection is not known.
     """
-    heads = _read_heads(source, family, block)
+    return _attention(source, family, layer, _read_heads(source, family, layer))
+
+
+def _attention(
+    source: Checkpoint, family: Family, layer: AttentionLayer, stored_heads: Mapping[str, Tensor]
+) -> Attention:
+    """Complete the heads that :func:`_read_heads` gives to a whole layer, see :func:`read_attention`."""
+    heads = dict(stored_heads)
     heads.setdefault("v", heads["k"])
-    for role, name in (("q", block.q), ("q_bias", block.q_bias)):
+    for role, name in (("q", layer.q), ("q_bias", layer.q_bias)):
         if name is not None and role not in heads:
-            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))[:, : block.head_dim]
-    if not {"q", "k", "v"} <= heads.keys() or block.o is None:
-        raise UnsupportedError(f"{block.module} has no query or output projection that is known: {block.rewritable}.")
+            # A query projection may hold a gate behind each head's queries (Qwen3-Next): take the queries only.
+            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))[:, : layer.head_dim]
+    if not {"q", "k", "v"} <= heads.keys() or layer.o is None:
+        raise UnsupportedError(f"{layer.module} has no query or output projection that is known: {layer.rewritable}.")
     wide = {role: _widened(tensor) for role, tensor in heads.items()}
+    # Norms with weights of every head differ from member to member, so K must not be turned: an absent norm says that.
     shared_norms = "k_norm" not in heads
     return Attention(
         q_HDC=wide["q"],
         k_KDC=wide["k"],
         v_KDC=wide["v"],
-        o_CHD=_widened(source.read(block.o)).unflatten(1, (family.query_heads, -1)),
+        o_CHD=_widened(source.read(layer.o)).unflatten(1, (family.query_heads, -1)),
         q_bias_HD=wide.get("q_bias"),
         k_bias_KD=wide.get("k_bias"),
         v_bias_KD=wide.get("v_bias"),
-        rotary=block.rotary or Rotary("none", 0),
-        keys_normed=block.keys_normed,
-        q_norm_D=_widened(source.read(block.q_norm)) if block.q_norm and shared_norms else None,
-        k_norm_D=_widened(source.read(block.k_norm)) if block.k_norm and shared_norms else None,
+        rotary=layer.rotary or NOT_ROTATED,
+        keys_normed=layer.keys_normed,
+        q_norm_D=_widened(source.read(layer.q_norm)) if layer.q_norm and shared_norms else None,
+        k_norm_D=_widened(source.read(layer.k_norm)) if layer.k_norm and shared_norms else None,
     )
 
 
 def disk_tensors(
-    family: Family, block: AttentionLayer, attention: Attention, norms: Mapping[str, Tensor] | None = None
+    family: Family, layer: AttentionLayer, attention: Attention, norms: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Every tensor of the block that holds a part of ``attention``, by disk name; the inverse of reading.
+    """Write a layer back: every tensor that holds a part of ``attention``, by disk name.
 
     Args:
-        norms: what ``attention`` does not hold of the merged tensors, or holds otherwise, by role.
+        norms: by role, tensors that ``attention`` lacks, or that replace those in it.
     """
     roles = {
         "q": attention.q_HDC,
@@ -146,18 +140,18 @@ def disk_tensors(
         "v_bias": attention.v_bias_KD,
     }
     heads = {role: tensor for role, tensor in roles.items() if tensor is not None} | dict(norms or {})
-    made = _joined(block, heads, family.query_heads, attention.kv_heads)
-    for role, name in (("q", block.q), ("q_bias", block.q_bias)):
+    made = _joined(layer, heads, family.query_heads, attention.kv_heads)
+    for role, name in (("q", layer.q), ("q_bias", layer.q_bias)):
         if name is not None and name not in made:
             made[name] = heads[role].flatten(0, 1)
-    if block.o is not None:
-        made[block.o] = attention.o_CHD.flatten(1)
+    if layer.o is not None:
+        made[layer.o] = attention.o_CHD.flatten(1)
     return made
 
 
-def _joined(block: AttentionLayer, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
+def _joined(layer: AttentionLayer, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
-    for stored in block.stored:
+    for stored in layer.stored:
         made |= stored.join(heads, query_heads, groups)
     return made
 

@@ -1,122 +1,145 @@
-"""How a group of KV heads becomes one: a table of methods.
+"""The table of methods: one row says everything that the rest of headfold needs to know about a method.
 
-A method that treats every per-KV-head tensor alone is a *pool* (mean, first, random); the others rewrite the whole
-block (k, v, q and o), see folding.py. Letters of shapes as in heads.py; R is the rows of one head (D for a projection).
+The table names functions and does not import them, so that ``headfold convert --help`` can list the methods without
+loading torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
-
-from .aligned import aligned, aligned_and_rescaled
-from .attention import Attention
-from .folded import folded
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class MethodContext:
-    """What a method may know besides the weights.
+class AllowedTurns:
+    """The basis changes that a method applies to a head before it merges it, in words for the plan and the record.
 
     Attributes:
-        layer: index of the layer, so that a random method differs from layer to layer.
-        seed: of the random numbers.
-        initializer_range: standard deviation of a fresh weight, from the config.
-        second_moment: E[x xᵀ] at the attention input, (C+1)×(C+1) float64 with the constant 1 as last index;
-            None means the identity (no data).
+        of_planes: applied to each rotary plane of K.
+        of_rows: applied to V, and to the rows of K that are not rotated.
     """
 
-    layer: int
-    seed: int = 0
-    initializer_range: float = 0.02
-    second_moment: Tensor | None = None
-
-    def for_tensor(self, place: int) -> MethodContext:
-        """The same with a seed of its own for the block's ``place``-th tensor, so that no two tensors are alike."""
-        return replace(self, seed=(self.seed * 1_000_003 + self.layer) * 8 + place)
+    of_planes: str
+    of_rows: str
 
 
-Pool = Callable[[Tensor, int, MethodContext], Tensor]
-"""(K, R, …) tensor of all KV heads, groups G → (G, R, …) in float32 or float64."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
-    """An entry of :data:`METHODS`.
+    """One method. No field has a default: a new row must answer every question.
 
     Attributes:
-        apply: Attention with K KV heads → Attention with G.
-        summary: one line for ``--help`` and the record.
-        pool: set when every per-KV-head tensor may be treated alone, so that q and o are not even read.
+        function: ``module:function``, relative to this package where it starts with a dot. A method that rewrites
+            queries names a function (attention, groups, context) → attention. Any other names a function
+            (heads, groups, context) → heads, which is applied to each per-head tensor of K and V alone.
+        summary: one line for ``--help``.
+        rewrites_queries: it works on a whole attention layer and changes q and o as well as k and v.
+        reads_text: it uses the second moments of calibration text where there are any.
+        weak_without_text: without text its result can be worse than that of ``mean``.
+        turns: the basis changes that it applies to the heads; None for a method that applies none.
+        norms: how the weights of key norms that belong to single heads are merged: ``pooled`` by the method's own
+            function, ``averaged`` as by ``mean``, or ``fresh`` as the model class starts them.
+        default_grouping: the grouping where the user names none and the heads may change places.
+        refined_by_default: the result is refined where there is text and the user does not say otherwise.
     """
 
-    apply: Callable[[Attention, int, MethodContext], Attention]
+    name: str
+    function: str
     summary: str
-    pool: Pool | None = None
+    rewrites_queries: bool
+    reads_text: bool
+    weak_without_text: bool
+    turns: AllowedTurns | None
+    norms: Literal["pooled", "averaged", "fresh"]
+    default_grouping: Literal["contiguous", "similarity"]
+    refined_by_default: bool
 
-    @property
-    def rewrites_queries(self) -> bool:
-        """True when q and o change too."""
-        return self.pool is None
+    def __post_init__(self) -> None:
+        if self.rewrites_queries and self.norms == "pooled":
+            raise ValueError(f"The method {self.name} works on whole layers, so it has no function to pool norms with.")
 
-
-def pool_mean(heads: Tensor, groups: int, context: MethodContext) -> Tensor:
-    """The mean of each group (Ainslie et al. 2023, section 2.1).
-
-    float32 is summed in float64 and half types in float32, so the mean of equal heads is that head, to the last bit.
-    """
-    wide = torch.float64 if heads.dtype in (torch.float32, torch.float64) else torch.float32
-    members = heads.shape[0] // groups
-    total = heads[::members].to(wide, copy=True)
-    for member in range(1, members):
-        total += heads[member::members]
-    return total / members
+    def load(self) -> Any:
+        """Import the function; its types are in :mod:`headfold.convert.methods.context`."""
+        module, _, function = self.function.partition(":")
+        return getattr(import_module(module, __package__), function)
 
 
-def pool_first(heads: Tensor, groups: int, context: MethodContext) -> Tensor:
-    """The first head of each group (Ainslie et al. 2023, section 3.3, compares it with the mean)."""
-    return heads[:: heads.shape[0] // groups].clone()
+_PROCRUSTES = AllowedTurns(of_planes="a phase", of_rows="a rotation")
+_ALL_EXACT = AllowedTurns(of_planes="a complex number", of_rows="any invertible map")
 
+_ROWS = (
+    Method(
+        name="mean",
+        function=".pooling:pool_mean",
+        summary="average the heads of a group",
+        rewrites_queries=False,
+        reads_text=False,
+        weak_without_text=False,
+        turns=None,
+        norms="pooled",
+        default_grouping="contiguous",
+        refined_by_default=False,
+    ),
+    Method(
+        name="first",
+        function=".pooling:pool_first",
+        summary="take the first head of a group",
+        rewrites_queries=False,
+        reads_text=False,
+        weak_without_text=False,
+        turns=None,
+        norms="pooled",
+        default_grouping="contiguous",
+        refined_by_default=False,
+    ),
+    Method(
+        name="random",
+        function=".pooling:pool_random",
+        summary="start each group from fresh random weights (a baseline)",
+        rewrites_queries=False,
+        reads_text=False,
+        weak_without_text=False,
+        turns=None,
+        norms="fresh",
+        default_grouping="contiguous",
+        refined_by_default=False,
+    ),
+    Method(
+        name="aligned",
+        function=".aligned:aligned",
+        summary="turn the heads of a group towards each other, then average them",
+        rewrites_queries=True,
+        reads_text=True,
+        weak_without_text=False,
+        turns=_PROCRUSTES,
+        norms="averaged",
+        default_grouping="contiguous",
+        refined_by_default=False,
+    ),
+    Method(
+        name="aligned+rescale",
+        function=".aligned:aligned_and_rescaled",
+        summary="the same, then give the average the mean norm of its members",
+        rewrites_queries=True,
+        reads_text=True,
+        weak_without_text=False,
+        turns=_PROCRUSTES,
+        norms="averaged",
+        default_grouping="contiguous",
+        refined_by_default=False,
+    ),
+    Method(
+        name="folded",
+        function=".folded:folded",
+        summary="compute the shared head that loses least, and fold the basis changes into queries and outputs",
+        rewrites_queries=True,
+        reads_text=True,
+        weak_without_text=True,
+        turns=_ALL_EXACT,
+        norms="averaged",
+        default_grouping="similarity",  # measured against contiguous, see docs/results.md
+        refined_by_default=True,
+    ),
+)
 
-def pool_random(heads: Tensor, groups: int, context: MethodContext) -> Tensor:
-    """A fresh head: normal with the config's ``initializer_range``; zero for a bias, as model classes start theirs."""
-    shape = (groups, *heads.shape[1:])
-    if heads.dim() < 3:
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(context.seed)
-    return torch.randn(shape, generator=generator) * context.initializer_range
-
-
-def pooled(attention: Attention, groups: int, pool: Pool, context: MethodContext) -> Attention:
-    """Apply ``pool`` to each per-KV-head tensor of a block."""
-
-    def one(place: int, heads: Tensor | None) -> Tensor | None:
-        return None if heads is None else pool(heads, groups, context.for_tensor(place)).to(heads.dtype)
-
-    return replace(
-        attention,
-        k_KDC=pool(attention.k_KDC, groups, context.for_tensor(0)).to(attention.k_KDC.dtype),
-        v_KDC=pool(attention.v_KDC, groups, context.for_tensor(1)).to(attention.v_KDC.dtype),
-        k_bias_KD=one(2, attention.k_bias_KD),
-        v_bias_KD=one(3, attention.v_bias_KD),
-    )
-
-
-def _from_pool(pool: Pool, summary: str) -> Method:
-    def apply(attention: Attention, groups: int, context: MethodContext) -> Attention:
-        return pooled(attention, groups, pool, context)
-
-    return Method(apply, summary, pool)
-
-
-METHODS: dict[str, Method] = {
-    "mean": _from_pool(pool_mean, "average the heads of a group"),
-    "first": _from_pool(pool_first, "keep the first head of a group"),
-    "random": _from_pool(pool_random, "start each group from fresh random weights (a baseline)"),
-    "aligned": Method(aligned, "turn the heads of a group towards each other first, then average"),
-    "aligned+rescale": Method(aligned_and_rescaled, "the same, then give the average its members' mean norm"),
-    "folded": Method(folded, "the shared head that loses least, its basis folded into queries and outputs"),
-}
+METHODS: dict[str, Method] = {row.name: row for row in _ROWS}

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from headfold.convert.methods.attention import Attention, Rotary
+from headfold.convert.family.rotary import Rotary
+from headfold.convert.methods.attention import Attention
 from torch import Tensor
 
 HALF = Rotary("half", 8)

@@ -81,5 +81,5 @@ def test_the_comparison_may_change_until_it_is_made(recipe, tmp_path):
 
 def test_a_folder_with_something_else_in_it_is_refused(recipe, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UsageError, match="was not made by"):
+    with pytest.raises(UsageError, match="did not make it"):
         run_recipe(recipe, tmp_path)

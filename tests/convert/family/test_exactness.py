@@ -13,7 +13,8 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
-from headfold.convert.methods.attention import Attention, Rotary
+from headfold.convert.family.rotary import Rotary
+from headfold.convert.methods.attention import Attention
 from headfold.convert.methods.layer import disk_tensors, read_attention
 from tiny import logits_of, tiny_model
 from torch import Tensor

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from headfold.checkpoint.record import last_entry
+from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.norms import merge_full_width
-from headfold.convert.methods.table import MethodContext, pool_first, pool_mean
+from headfold.convert.methods.pooling import pool_first, pool_mean
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file

@@ -7,9 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from headfold.convert.family.rotary import Rotary
 from headfold.convert.methods.aligned import aligned, phases, rotations
-from headfold.convert.methods.attention import Attention, Rotary
-from headfold.convert.methods.table import METHODS, MethodContext
+from headfold.convert.methods.attention import Attention
+from headfold.convert.methods.context import MethodContext
+from headfold.convert.methods.layer import convert_attention
+from headfold.convert.methods.table import METHODS
 
 X_TC = torch.randn(9, 24, generator=torch.Generator().manual_seed(11))
 
@@ -40,7 +43,7 @@ def test_equal_up_to_turns_is_exact(rotary_dim, kv_heads, data, make_attention, 
     context = MethodContext(0, second_moment=make_moment() if data else None)
     expected = output_of(attention, X_TC)
     torch.testing.assert_close(output_of(aligned(attention, 1, context), X_TC), expected, atol=1e-5, rtol=1e-5)
-    by_mean = METHODS["mean"].apply(attention, 1, context)
+    by_mean = convert_attention(METHODS["mean"], attention, 1, context)
     assert (output_of(by_mean, X_TC) - expected).abs().max() > 0.05, "the control must fail"
 
 
@@ -115,7 +118,9 @@ def test_average_is_of_the_turned_members(make_attention, make_moment) -> None:
 def test_rescaled_heads_have_their_members_mean_norm(rotary_dim, make_attention, make_moment, output_of) -> None:
     attention = make_attention(8, 4, rotary=Rotary("half", rotary_dim))
     context = MethodContext(0, second_moment=make_moment())
-    plain, rescaled = (METHODS[name].apply(attention, 2, context) for name in ("aligned", "aligned+rescale"))
+    plain, rescaled = (
+        convert_attention(METHODS[name], attention, 2, context) for name in ("aligned", "aligned+rescale")
+    )
     for name in ("k_KDC", "v_KDC"):
         members = getattr(attention, name).unflatten(0, (2, 2)).norm(dim=(2, 3)).mean(1)
         averaged, found = getattr(plain, name), getattr(rescaled, name)
@@ -129,5 +134,5 @@ def test_rescaled_heads_have_their_members_mean_norm(rotary_dim, make_attention,
 
 def test_rescaling_leaves_heads_alone_that_agree(make_attention, output_of) -> None:
     attention = _equal_up_to_turns(make_attention(8, 4))
-    rescaled = METHODS["aligned+rescale"].apply(attention, 1, MethodContext(0))
+    rescaled = convert_attention(METHODS["aligned+rescale"], attention, 1, MethodContext(0))
     torch.testing.assert_close(output_of(rescaled, X_TC), output_of(attention, X_TC), atol=1e-5, rtol=1e-5)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from headfold.convert.family.rotary import Rotary
 from headfold.convert.methods.aligned import aligned
-from headfold.convert.methods.attention import Attention, Rotary
-from headfold.convert.methods.basis_change import shared
-from headfold.convert.methods.damage import lost_shares
+from headfold.convert.methods.attention import Attention
+from headfold.convert.methods.basis_change import share_heads
+from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.folded import fold_group, folded, predicted_loss
-from headfold.convert.methods.table import METHODS, MethodContext
+from headfold.convert.methods.layer import convert_attention
+from headfold.convert.methods.table import METHODS
 from headfold.errors import UnsupportedError, UsageError
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from lost_energy import lost_shares  # the measure of benchmarks/predicted.py
 
 ROTARIES = [Rotary("half", 8), Rotary("interleaved", 8), Rotary("half", 4), Rotary("interleaved", 4), Rotary("none", 0)]
 X_TC = torch.randn(9, 24, generator=torch.Generator().manual_seed(11))
@@ -35,7 +42,7 @@ def test_equal_up_to_basis_is_exact(
     assert converted.k_KDC.shape == (2, 8, 24)
     assert converted.v_KDC.dtype == torch.float32
     torch.testing.assert_close(output_of(converted, X_TC), expected, atol=1e-5, rtol=1e-5)
-    by_mean = METHODS["mean"].apply(attention, 2, context)
+    by_mean = convert_attention(METHODS["mean"], attention, 2, context)
     assert (output_of(by_mean, X_TC) - expected).abs().max() > 0.05, "the control must fail"
 
 
@@ -58,10 +65,10 @@ def test_values_of_another_width(value_dim, make_attention, make_equal, output_o
     )
 
 
-@pytest.mark.parametrize("method", [folded, METHODS["mean"].apply], ids=["folded", "mean"])
+@pytest.mark.parametrize("method", ["folded", "mean"])
 def test_as_many_groups_as_heads_changes_nothing(method, make_attention) -> None:
     attention = make_attention(8, 4, biases=True)
-    converted = method(attention, 4, MethodContext(0))
+    converted = convert_attention(METHODS[method], attention, 4, MethodContext(0))
     for name in ("q_HDC", "k_KDC", "v_KDC", "o_CHD", "q_bias_HD", "k_bias_KD", "v_bias_KD"):
         assert torch.equal(getattr(converted, name), getattr(attention, name)), name
 
@@ -166,14 +173,14 @@ def test_predicted_loss_is_what_conversion_loses(make_attention, make_moment) ->
     predicted = predicted_loss(attention, 2, context)
     nothing = replace(attention, k_KDC=attention.k_KDC * 0, v_KDC=attention.v_KDC * 0)
     all_keys, all_values = _lost_energy(attention, nothing, moment)
-    blunt = shared(attention, 2, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
+    blunt = share_heads(attention, 2, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
     keys, values = _lost_energy(attention, blunt, moment)
     assert predicted.keys == pytest.approx(keys / all_keys, rel=1e-3)
     assert predicted.values == pytest.approx(values / all_values, rel=1e-3)
     assert lost_shares(attention, blunt, moment) == pytest.approx((predicted.keys, predicted.values), rel=1e-3)
     assert len(predicted.keys_G) == 2
     assert predicted_loss(attention, 4, context).values == pytest.approx(0, abs=1e-9)
-    mean_keys, mean_values = _lost_energy(attention, METHODS["mean"].apply(attention, 2, context), moment)
+    mean_keys, mean_values = _lost_energy(attention, convert_attention(METHODS["mean"], attention, 2, context), moment)
     assert mean_keys > keys
     assert mean_values > values
 
@@ -181,7 +188,7 @@ def test_predicted_loss_is_what_conversion_loses(make_attention, make_moment) ->
 @pytest.mark.parametrize("method", ["mean", "first", "aligned", "folded"])
 def test_lost_shares_of_any_method_are_what_a_slow_count_gives(method, make_attention, make_moment) -> None:
     attention, moment = make_attention(8, 4), make_moment()
-    converted = METHODS[method].apply(attention, 2, MethodContext(0, second_moment=moment))
+    converted = convert_attention(METHODS[method], attention, 2, MethodContext(0, second_moment=moment))
     nothing = replace(attention, k_KDC=attention.k_KDC * 0, v_KDC=attention.v_KDC * 0)
     total, lost = (_lost_energy(attention, part, moment) for part in (nothing, converted))
     expected = lost[0] / total[0], lost[1] / total[1]
@@ -207,7 +214,7 @@ def test_result_has_the_members_size(make_attention) -> None:
 
 def test_scores_spread_half_way_to_what_they_were(make_attention, make_moment) -> None:
     attention, moment = make_attention(8, 4), make_moment()
-    blunt = shared(attention, 1, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
+    blunt = share_heads(attention, 1, moment, lambda *parts: replace(fold_group(*parts), sharpened=False))
     spreads = [_spread(_scores(part), moment) for part in (attention, blunt, folded(attention, 1, _text(moment)))]
     np.testing.assert_allclose(spreads[2], np.sqrt(spreads[0] * spreads[1]), rtol=1e-4)
     assert (spreads[1] < 0.9 * spreads[0]).any()
@@ -241,7 +248,7 @@ def test_normed_keys_use_only_exact_turns(norm, method, make_attention, output_o
     expected = output_of(attention, X_TC)
     converted = method(attention, 1, MethodContext(0))
     torch.testing.assert_close(output_of(converted, X_TC), expected, atol=1e-5, rtol=1e-5)
-    by_mean = output_of(METHODS["mean"].apply(attention, 1, MethodContext(0)), X_TC)
+    by_mean = output_of(convert_attention(METHODS["mean"], attention, 1, MethodContext(0)), X_TC)
     assert norm == "unknown" or (by_mean - expected).abs().max() > 0.05, "the control must fail"
 
 

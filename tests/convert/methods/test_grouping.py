@@ -8,10 +8,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from headfold.convert.methods.attention import permuted
+from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.folded import folded, predicted_loss
 from headfold.convert.methods.grouping import best_partition, searched_partition, similarity_order
-from headfold.convert.methods.table import MethodContext
+from headfold.convert.methods.permutation import permuted_attention
 
 
 def _all_partitions(heads: tuple[int, ...], members: int) -> list[list[tuple[int, ...]]]:
@@ -68,15 +68,15 @@ def test_search_finds_planted_groups_and_never_loses_to_neighbours() -> None:
 @pytest.mark.parametrize("kv_heads", [8, 4], ids=["mha", "gqa"])
 def test_planted_heads_are_found(kv_heads, make_attention, make_equal, make_moment, output_of) -> None:
     attention = make_equal(make_attention(8, kv_heads), groups=2)
-    mixed = permuted(attention, [0, 2, 1, 3] if kv_heads == 4 else [0, 4, 1, 5, 2, 6, 7, 3])
+    mixed = permuted_attention(attention, [0, 2, 1, 3] if kv_heads == 4 else [0, 4, 1, 5, 2, 6, 7, 3])
     context = MethodContext(0, second_moment=make_moment())
     order = similarity_order(mixed, 2, context)
     assert order == ([0, 2, 1, 3] if kv_heads == 4 else [0, 2, 4, 7, 1, 3, 5, 6])
     x_TC = torch.randn(9, 24)
     expected = output_of(mixed, x_TC)
-    torch.testing.assert_close(output_of(permuted(mixed, order), x_TC), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output_of(permuted_attention(mixed, order), x_TC), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
-        output_of(folded(permuted(mixed, order), 2, context), x_TC), expected, atol=1e-5, rtol=1e-5
+        output_of(folded(permuted_attention(mixed, order), 2, context), x_TC), expected, atol=1e-5, rtol=1e-5
     )
     as_they_come = output_of(folded(mixed, 2, context), x_TC)
     assert (as_they_come - expected).abs().max() > 0.05, "the control must fail"
@@ -87,7 +87,7 @@ def test_order_has_the_least_predicted_loss_of_all(make_attention, make_moment) 
     context = MethodContext(0, second_moment=make_moment())
 
     def loss(order: list[int]) -> float:
-        predicted = predicted_loss(permuted(attention, order), 3, context)
+        predicted = predicted_loss(permuted_attention(attention, order), 3, context)
         return predicted.keys + predicted.values
 
     orders = [[head for group in partition for head in group] for partition in _all_partitions(tuple(range(6)), 2)]

@@ -1,11 +1,14 @@
-"""The pools against slow formulas, on blocks of heads."""
+"""Methods that pool each tensor alone agree with the formulas; every method has a complete row."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from headfold.convert.methods.attention import Attention
-from headfold.convert.methods.table import METHODS, MethodContext, pool_mean
+from headfold.convert.methods.context import MethodContext
+from headfold.convert.methods.layer import convert_attention
+from headfold.convert.methods.pooling import pool_mean
+from headfold.convert.methods.table import METHODS
 
 H, K, G, D, C = 8, 4, 2, 3, 5
 
@@ -24,9 +27,9 @@ def _block(biases: bool = True) -> Attention:
 
 
 @pytest.mark.parametrize("biases", [True, False])
-def test_gq049_mean_is_the_mean_of_neighbours(biases: bool) -> None:
+def test_mean_is_the_mean_of_neighbours(biases: bool) -> None:
     block = _block(biases)
-    made = METHODS["mean"].apply(block, G, MethodContext(0))
+    made = convert_attention(METHODS["mean"], block, G, MethodContext(0))
     for group in range(G):
         first, second = 2 * group, 2 * group + 1
         assert torch.allclose(made.k_KDC[group], (block.k_KDC[first] + block.k_KDC[second]) / 2)
@@ -47,24 +50,23 @@ def test_the_mean_of_equal_heads_is_that_head(members: int, dtype: torch.dtype) 
 
 def test_first_takes_the_first_of_each_group() -> None:
     block = _block()
-    made = METHODS["first"].apply(block, G, MethodContext(0))
+    made = convert_attention(METHODS["first"], block, G, MethodContext(0))
     assert torch.equal(made.k_KDC, block.k_KDC[[0, 2]])
     assert torch.equal(made.v_bias_KD, block.v_bias_KD[[0, 2]])
 
 
 def test_random_is_fresh_repeatable_and_never_twice_the_same() -> None:
     block = Attention(*(torch.randn(shape) for shape in ((8, 64, 64), (4, 64, 64), (4, 64, 64), (64, 8, 64))))
-    random = METHODS["random"].apply
 
     def draw(layer: int, seed: int) -> Attention:
-        return random(block, G, MethodContext(layer, seed, initializer_range=0.05))
+        return convert_attention(METHODS["random"], block, G, MethodContext(layer, seed, initializer_range=0.05))
 
     made = draw(0, 0)
     assert made.k_KDC.std().item() == pytest.approx(0.05, rel=0.05)
     assert torch.equal(made.k_KDC, draw(0, 0).k_KDC)
     others = [made.v_KDC, draw(1, 0).k_KDC, draw(0, 1).k_KDC, draw(1, 0).v_KDC]
     assert all((made.k_KDC - other).abs().max() > 0.01 for other in others)
-    assert not METHODS["random"].apply(_block(), G, MethodContext(0)).k_bias_KD.any()
+    assert not convert_attention(METHODS["random"], _block(), G, MethodContext(0)).k_bias_KD.any()
 
 
 def test_every_method_gives_g_heads_and_says_what_it_is() -> None:
@@ -72,7 +74,7 @@ def test_every_method_gives_g_heads_and_says_what_it_is() -> None:
     block = _block(biases=False)
     for method in METHODS.values():
         assert method.summary
-        made = method.apply(block, G, MethodContext(0))
+        made = convert_attention(method, block, G, MethodContext(0))
         assert made.k_KDC.shape == made.v_KDC.shape == (G, D, C)
         changed = not torch.equal(made.q_HDC, block.q_HDC)
         assert changed == method.rewrites_queries

@@ -9,9 +9,9 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
+from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.layer import new_tensors
-from headfold.convert.methods.permutation import moved, reordered
-from headfold.convert.methods.table import MethodContext
+from headfold.convert.methods.permutation import permuted_followers, permuted_heads
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import UnsupportedError
 from safetensors.torch import load_file, save_file
@@ -53,8 +53,8 @@ def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) 
         assert block.fixed is None
         for stored in block.stored:
             heads = stored.split([tensors[name] for name in stored.names], family.query_heads, block.kv_heads)
-            tensors |= stored.join(reordered(heads, order, family.query_heads), family.query_heads, block.kv_heads)
-        found = moved(source, block, order, family.query_heads)
+            tensors |= stored.join(permuted_heads(heads, order, family.query_heads), family.query_heads, block.kv_heads)
+        found = permuted_followers(source, block, order, family.query_heads)
         tensors |= {name: found[name] for name in (block.rewritten if alone else found)}
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
@@ -114,7 +114,13 @@ def test_every_tensor_that_the_plan_replaces_is_made(tmp_path: Path) -> None:
     for method in ("mean", "random", "folded"):
         plan = plan_conversion(tmp_path, groups=2, method=method, grouping="similarity")
         changed = {name for name, action in plan.actions.items() if action.kind != "copy"}
-        made = {name for block in plan.family.blocks for name in new_tensors(plan, block, MethodContext(0))}
+        made = {
+            name
+            for layer in plan.family.blocks
+            for name in new_tensors(
+                plan.source, plan.family, layer, 2, plan.method, MethodContext(0), grouping="similarity"
+            )
+        }
         assert made == changed
         assert "model.layers.0.self_attn.sinks" in made
 

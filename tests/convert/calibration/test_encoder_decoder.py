@@ -13,11 +13,11 @@ from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibration.calibrate import calibrate
-from headfold.convert.calibration.pair_statistics import corrupted
+from headfold.convert.calibration.encoder_decoder import corrupted
 from headfold.convert.calibration.statistics import Statistics
+from headfold.convert.family.rotary import Rotary
 from headfold.convert.inspect import predict_damage
-from headfold.convert.methods.attention import Rotary
-from headfold.convert.methods.moments import extended, rotary_rows, score_energy
+from headfold.convert.methods.moments import rotary_rows, score_energy, with_moments
 from headfold.convert.run import plan_conversion
 from headfold.errors import UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
@@ -101,7 +101,7 @@ def test_the_energy_of_scores_is_that_of_queries_and_keys_of_two_texts(make_atte
     rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
 
     def energy(second_moment: Tensor) -> Tensor:
-        layer = extended(attention, second_moment)
+        layer = with_moments(attention, second_moment)
         return score_energy(layer, rows, layer.q_HDE, layer.k_KDE)
 
     q = torch.einsum("nc,hdc->hnd", written - written.mean(0), attention.q_HDC)
