@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ..console import Advance, human_bytes
 from ..errors import CheckpointError, HeadfoldError
+from ..working_folder import flush
 from .header import TensorInfo, byte_size, encode_header, read_tensor, torch_dtype
-from .publish import flush
 from .source import Checkpoint
 from .weights import INDEX_NAME, SINGLE_NAME
 
