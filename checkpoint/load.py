@@ -8,29 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError
 from .modelling import OwnType, admit, is_ours, own_type
-
-
-def load_causal_lm(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | str = "auto",
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """:func:`load_language_model` for what works on models without an encoder alone.
-
-    Raises:
-        UnsupportedError: the checkpoint is an encoder-decoder.
-    """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if is_seq2seq(config):
-        raise UnsupportedError(
-            f"{folder} is an encoder-decoder ({config.model_type}), and this needs a model without an encoder.",
-            "`headfold uptrain` and `headfold eval` take encoder-decoders.",
-        )
-    return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
 
 
 def load_language_model(
