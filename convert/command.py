@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from .. import console
-from ..checkpoint.push import push, require_login
-from ..checkpoint.shards import shard_bytes
+from ..checkpoint.hub import push, require_login
 from ..checkpoint.source import Checkpoint
+from ..checkpoint.write import shard_bytes
 from ..errors import UsageError
 from ..options import DryRun, Overwrite, Source, Trust, numbers
 from .early import convert_early, foresee, worth_it

@@ -14,10 +14,9 @@ from typing import Any
 
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
-from ..checkpoint.shards import resharded
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
-from ..checkpoint.write import OutFile, OutTensor, ShardWriter, require_space
+from ..checkpoint.write import OutFile, OutTensor, ShardWriter, require_space, resharded
 
 KV_KEY = "num_key_value_heads"
 _WORTH_BYTES = 512 * 2**20  # below that the libraries take longer than the copy does afterwards

@@ -10,10 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..checkpoint.modelling import admit
-from ..checkpoint.shards import resharded
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
-from ..checkpoint.write import OutFile, OutTensor
+from ..checkpoint.write import OutFile, OutTensor, resharded
 from ..console import human_bytes
 from ..errors import UnsupportedError, UsageError
 from .family.attention_layer import AttentionLayer

@@ -14,9 +14,8 @@ from ..checkpoint.card import write_card
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
-from ..checkpoint.shards import shard_bytes
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
-from ..checkpoint.write import ShardWriter, copy_side_files, require_space
+from ..checkpoint.write import ShardWriter, copy_side_files, require_space, shard_bytes
 from ..console import info, progress, warn
 from .calibration.statistics import Statistics
 from .family.verify import verify

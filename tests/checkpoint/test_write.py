@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold import cli
-from headfold.checkpoint.shards import resharded, shard_bytes
-from headfold.checkpoint.write import OutFile, OutTensor
+from headfold.checkpoint.write import OutFile, OutTensor, resharded, shard_bytes
 from headfold.convert.run import convert_checkpoint
 from headfold.errors import UsageError
 from safetensors.torch import load_file
