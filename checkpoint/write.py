@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ..console import Advance, human_bytes
-from ..errors import CheckpointError, HeadfoldError, UsageError
+from ..errors import CheckpointError, HeadfoldError
 from ..working_folder import flush
 from .header import TensorInfo, byte_size, encode_header, read_tensor, torch_dtype
 from .source import Checkpoint
@@ -27,7 +26,6 @@ from .weights import INDEX_NAME, SINGLE_NAME
 if TYPE_CHECKING:
     import torch
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _CHUNK_BYTES = 64 * 2**20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.ETXTBSY}
 
@@ -255,19 +253,6 @@ def _copy_range(source: int, target: int, begin: int, position: int, length: int
             raise CheckpointError("A weight file of the source became shorter while it was read.")
         begin, position, length = begin + moved, position + moved, length - moved
         advance(moved)
-
-
-def shard_bytes(text: str) -> int:
-    """``5GB`` → 5,000,000,000.
-
-    Raises:
-        UsageError: that is no size, or no room for anything.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
-    if size < 1:
-        raise UsageError(f"{text!r} is no size of a shard.", "Write it as 5GB, 500MB or 2GiB.")
-    return size
 
 
 def resharded(files: Sequence[OutFile], max_bytes: int) -> list[OutFile]:

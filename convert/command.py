@@ -11,7 +11,6 @@ import typer
 from .. import console
 from ..checkpoint.hub import push, require_login
 from ..checkpoint.source import Checkpoint
-from ..checkpoint.write import shard_bytes
 from ..errors import UsageError
 from ..options import DryRun, Overwrite, Source, Trust, numbers
 from .early import convert_early, foresee, worth_it
@@ -110,7 +109,7 @@ def convert(
     _warn_about_devices(groups, target_tp)
     if push_to_hub is not None and not dry_run:
         require_login(push_to_hub)
-    shard = None if max_shard_size is None else shard_bytes(max_shard_size)
+    shard = None if max_shard_size is None else console.parse_bytes(max_shard_size, "shard")
     looks_at_text = calibration is not None or statistics is not None
     source = Checkpoint.open(checkpoint, revision=revision)
     foreseen = foresee(source, groups, method or "mean", grouping or "contiguous", shard)

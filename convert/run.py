@@ -15,8 +15,8 @@ from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
-from ..checkpoint.write import ShardWriter, copy_side_files, require_space, shard_bytes
-from ..console import info, progress, warn
+from ..checkpoint.write import ShardWriter, copy_side_files, require_space
+from ..console import info, parse_bytes, progress, warn
 from .calibration.statistics import Statistics
 from .family.verify import verify
 from .methods.layer import new_tensors
@@ -64,7 +64,7 @@ def convert_checkpoint(
     """
     plan = plan_conversion(source, groups=groups, method=method, grouping=grouping, encoder=encoder, revision=revision)
     if max_shard_size is not None:
-        plan = replace(plan, max_shard_bytes=shard_bytes(max_shard_size))
+        plan = replace(plan, max_shard_bytes=parse_bytes(max_shard_size, "shard"))
     moments = None if statistics is None else Statistics.open(Path(statistics))
     return run_plan(plan, Path(out), statistics=moments, overwrite=overwrite, seed=seed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,24 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...errors import UsageError
-
 SHARE = 0.9
 """Of a device's memory that weights and cache may take; the rest is for activations and the allocator."""
 _ENDLESS = 10**12  # tokens; only a cache of nothing but sliding windows fits at that length
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """``24GB`` (decimal, as sold) or ``22.5GiB`` (binary) in bytes.
-
-    Raises:
-        UsageError: no size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    if found is None or float(found[1]) == 0:
-        raise UsageError(f"{text!r} is no size of memory.", "Write it as 24GB or 22.5GiB.")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def peak_bytes(device: torch.device, compute: Callable[[], Any]) -> int:
