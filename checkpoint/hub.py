@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import HeadfoldError, UsageError
+from ..errors import HeadfoldError, UsageError, first_line
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
 """Weights in other formats and training state: neither downloaded nor copied, since they would hold the source."""
@@ -54,9 +54,8 @@ def _download(
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(
-            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {reason}",
+            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {first_line(problem)}",
             "Check the spelling and the network; private models need `hf auth login`.",
         ) from problem
 
@@ -75,7 +74,7 @@ def require_login(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as problem:
         raise UsageError(
-            f"{repo_id!r} is no name of a repository: {_reason(problem)}", "Write it as OWNER/NAME."
+            f"{repo_id!r} is no name of a repository: {first_line(problem)}", "Write it as OWNER/NAME."
         ) from problem
     try:
         HfApi().whoami()
@@ -83,7 +82,7 @@ def require_login(repo_id: str) -> None:
         raise UsageError("There is no login for the hub.", "Run `hf auth login` first, or set HF_TOKEN.") from problem
     except Exception as problem:  # whatever stands between here and the hub
         raise UsageError(
-            f"The hub does not accept the login: {_reason(problem)}", "Check the network and `hf auth whoami`."
+            f"The hub does not accept the login: {first_line(problem)}", "Check the network and `hf auth whoami`."
         ) from problem
 
 
@@ -104,11 +103,6 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
         return str(api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Made by headfold"))
     except Exception as problem:  # the library raises what the network raises
         raise HeadfoldError(
-            f"{folder} is finished, but could not be pushed to {repo_id}: {_reason(problem)}",
+            f"{folder} is finished, but could not be pushed to {repo_id}: {first_line(problem)}",
             f"Push it again: hf upload {repo_id} {folder}",
         ) from problem
-
-
-def _reason(problem: Exception) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return lines[0] if lines else type(problem).__name__

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from .modelling import OwnType, admit, is_ours, own_type
 
 
@@ -125,8 +125,7 @@ _FAULTS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
-    reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-    return CheckpointError(f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again.")
+    return CheckpointError(f"{folder} cannot be loaded: {first_line(problem)}", "Check its files, or fetch it again.")
 
 
 def is_seq2seq(config: Any) -> bool:
@@ -161,7 +160,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as problem:
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be loaded: {str(problem).strip().splitlines()[0]}",
+            f"{folder} has no tokenizer that can be loaded: {first_line(problem)}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights.",
         ) from problem
     except ImportError as problem:

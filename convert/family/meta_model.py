@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.modelling import own_type, register
 from ...checkpoint.source import CONFIG_NAME
-from ...errors import CheckpointError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError, first_line
 from .sanity import refuse_absurd
 
 _CLASS_TABLES = (
@@ -164,11 +164,3 @@ def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[st
     for disk_name in disk_names:
         name, pattern = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, expected)
         yield disk_name, name, pattern
-
-
-def first_line(problem: BaseException) -> str:
-    """The first words of an error that another library raised."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    if isinstance(problem, KeyError) or not lines:
-        return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
-    return lines[0]
