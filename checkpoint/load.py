@@ -130,11 +130,12 @@ def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
 
 def is_seq2seq(config: Any) -> bool:
     """An encoder-decoder; some decoders of a pair that stand alone carry the mark of the whole, but no such class."""
-    from transformers import AutoModelForSeq2SeqLM
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     if not getattr(config, "is_encoder_decoder", False):
         return False
-    return type(config) in AutoModelForSeq2SeqLM._model_mapping or _SEQ2SEQ in (getattr(config, "auto_map", None) or {})
+    brings_class = _SEQ2SEQ in (getattr(config, "auto_map", None) or {})
+    return brings_class or type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
 _SEQ2SEQ = "AutoModelForSeq2SeqLM"

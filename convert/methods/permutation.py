@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.source import Checkpoint
-from ..family.exactness import OUTPUTS, code_of
+from ...libraries.transformers_internals import gates_behind_queries
+from ..family.exactness import OUTPUTS
 from ..family.layout import Stored
 from .attention import query_order
 
@@ -39,9 +40,6 @@ _SHARED = re.compile(
     rf"[qk](uery|ey)?_(layer)?norm\.(weight|bias)|{_OUTPUT}\.bias|indexer\..+|(rel_logits_proj|relative_position_bias)\.proj"
 )
 """Parameters that all heads share; the norms are so where they are one head wide."""
-
-_GATE_BEHIND_QUERIES = re.compile(r"q_proj\(hidden_states\)\.view\([^)]*head_dim \* 2\)")
-"""Classes whose q_proj gives each head its query and then a gate as wide (Qwen3-Next)."""
 
 
 def places(
@@ -96,16 +94,16 @@ def _reason(
 ) -> str | None:
     """Why heads cannot change places, or why nothing is known of how alike they are."""
     config = model.config.get_text_config()
-    code = code_of(type(model.get_submodule(block.module)).forward)
+    module = model.get_submodule(block.module)
     if block.q is None or block.o is None:
         return "its query and output projections are not recognised"
     if getattr(config, "alibi", None) or getattr(config, "alibi_slopes", None):
         return "its ALiBi positions depend on the place of a head"
-    if hasattr(model.get_submodule(block.module), "relative_attention_bias"):
+    if hasattr(module, "relative_attention_bias"):
         return "its relative positions have a bias for every head, which all layers share"
     if getattr(config, "num_kv_shared_layers", None):
         return "some layers use the keys and values of others (num_kv_shared_layers)"
-    rows = query_heads * block.head_dim * (2 if _GATE_BEHIND_QUERIES.search(code) else 1)
+    rows = query_heads * block.head_dim * (2 if gates_behind_queries(module) else 1)
     if block.q != block.k and tensors[block.q].shape[0] != rows:
         return f"{block.q} holds more than the queries"
     if tensors[block.o].shape[1] != query_heads * block.value_dim:
