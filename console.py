@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from .errors import UsageError
 
 talk = Console(stderr=True, highlight=False, soft_wrap=True)
 """stderr: what is going on. rich honours NO_COLOR and drops colours when stderr is no terminal."""
@@ -94,11 +98,29 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
 
 def human_bytes(count: float) -> str:
     """1536 → '1.50 KiB'. Binary units, as allocators and file systems count."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    unit, suffix = pick_unit_and_suffix(abs(int(count)), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{count / unit:.{0 if unit == 1 else 2}f} {suffix}"
+
+
+# Not transformers' or accelerate's parsers of sizes: they take -5GB, and read 5Gb as bits.
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str, kind: str) -> int:
+    """Read a size: ``24GB`` (decimal, as disks and devices are sold), ``22.5GiB`` (binary), ``200`` (bytes).
+
+    Args:
+        kind: what it is the size of, for the message: ``memory``.
+
+    Raises:
+        UsageError: it is not a size, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text)
+    power = "KMGT".find((found[2] or " ").upper()) + 1 if found else 0
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** power) if found else 0
+    if size < 1:
+        raise UsageError(f"{text!r} is not a valid {kind} size.", "Write it as 24GB, 500MB or 2GiB.")
+    return size
 
 
 def human_seconds(seconds: float) -> str:

@@ -45,3 +45,11 @@ class Interrupted(HeadfoldError):
     """A signal asked the run to stop; its state is saved and the same command continues it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def first_line(problem: BaseException) -> str:
+    """Shorten an error of another library to its first line, for a sentence of ours."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if isinstance(problem, KeyError) or not lines:  # a KeyError says nothing but the key
+        return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
+    return lines[0]

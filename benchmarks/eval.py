@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from headfold import console
-from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.corpus import Document, open_corpus
 from headfold.eval.measures.capacity import peak_bytes
 from headfold.eval.scoring.batches import collate, group_windows
@@ -36,7 +36,7 @@ VOCAB = 128_256
 
 def main() -> None:
     options = _options()
-    model = load_causal_lm(options.checkpoint, dtype=torch.float32).to(options.device).eval()
+    model = load_language_model(options.checkpoint, dtype=torch.float32).to(options.device).eval()
     tokenizer = load_tokenizer(options.checkpoint)
     texts = _texts(tokenizer, options)
     documents = tokenize_documents(tokenizer, texts, max_tokens=None)

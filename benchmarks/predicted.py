@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headfold import console
-from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.methods.context import MethodContext
@@ -24,7 +24,7 @@ from headfold.convert.methods.layer import convert_attention, read_attention
 from headfold.convert.plan import Plan
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.corpus import open_corpus
-from headfold.eval.scoring.perplexity import quick_perplexity
+from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
 from lost_energy import lost_shares
 from scipy.stats import spearmanr
@@ -90,7 +90,7 @@ def _lost(plan: Plan, statistics: Statistics) -> float:
 
 
 def _nats(folder: Path, documents: list[TokenDocument]) -> float:
-    return math.log(quick_perplexity(load_causal_lm(folder).float(), documents))
+    return math.log(score(load_language_model(folder).float(), documents).total().perplexity)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from headfold import console
-from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
 from headfold.convert.calibration.statistics import SOURCE, Statistics
@@ -28,7 +28,7 @@ from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.corpus import open_corpus
 from headfold.errors import HeadfoldError
-from headfold.eval.scoring.perplexity import quick_perplexity
+from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
 
 BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
@@ -132,8 +132,8 @@ def _measure(
 
 
 def _perplexity(folder: Path, documents: list[TokenDocument], options: argparse.Namespace) -> float:
-    model: Any = load_causal_lm(folder).float().to(options.device)
-    return quick_perplexity(model, documents, window=options.window, stride=options.stride)
+    model: Any = load_language_model(folder).float().to(options.device)
+    return score(model, documents, window=options.window, stride=options.stride).total().perplexity
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Letters of shapes: B sequences, T tokens, C hidden size, N positions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -112,14 +111,14 @@ def decoder_inputs(model: Any, labels_BT: Tensor) -> Tensor:
     Raises:
         UnsupportedError: the config does not say what the decoder starts with.
     """
+    from ..libraries.transformers_internals import shift_tokens_right
+
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     try:
         if own is not None:
             shifted: Tensor = own(labels=labels_BT)
             return shifted
-        shift = sys.modules[type(model).__module__].__dict__["shift_tokens_right"]  # m2m_100 has it there alone
-        given: Tensor = shift(labels_BT, model.config.pad_token_id, model.config.decoder_start_token_id)
-        return given
+        return shift_tokens_right(model, labels_BT)
     except (AttributeError, KeyError, ValueError) as problem:
         raise UnsupportedError(
             f"config.json of this {type(model).__name__} does not say what its decoder starts with.",

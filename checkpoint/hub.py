@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import HeadfoldError, UsageError, first_line
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
 """Weights in other formats and training state: neither downloaded nor copied, since they would hold the source."""
@@ -54,8 +54,55 @@ def _download(
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise UsageError(
-            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {reason}",
+            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {first_line(problem)}",
             "Check the spelling and the network; private models need `hf auth login`.",
+        ) from problem
+
+
+def require_login(repo_id: str) -> None:
+    """Check name and login before any work is done.
+
+    Raises:
+        UsageError: the hub could not have a repository of this name, or there is no login that it accepts.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but exported lazily
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as problem:
+        raise UsageError(
+            f"{repo_id!r} is no name of a repository: {first_line(problem)}", "Write it as OWNER/NAME."
+        ) from problem
+    try:
+        HfApi().whoami()
+    except LocalTokenNotFoundError as problem:
+        raise UsageError("There is no login for the hub.", "Run `hf auth login` first, or set HF_TOKEN.") from problem
+    except Exception as problem:  # whatever stands between here and the hub
+        raise UsageError(
+            f"The hub does not accept the login: {first_line(problem)}", "Check the network and `hf auth whoami`."
+        ) from problem
+
+
+def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload ``folder`` to ``repo_id``, which is created where it is missing.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        HeadfoldError: it did not work; the folder is as it was.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        return str(api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Made by headfold"))
+    except Exception as problem:  # the library raises what the network raises
+        raise HeadfoldError(
+            f"{folder} is finished, but could not be pushed to {repo_id}: {first_line(problem)}",
+            f"Push it again: hf upload {repo_id} {folder}",
         ) from problem

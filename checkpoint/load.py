@@ -8,29 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, first_line
 from .modelling import OwnType, admit, is_ours, own_type
-
-
-def load_causal_lm(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | str = "auto",
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """:func:`load_language_model` for what works on models without an encoder alone.
-
-    Raises:
-        UnsupportedError: the checkpoint is an encoder-decoder.
-    """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if is_seq2seq(config):
-        raise UnsupportedError(
-            f"{folder} is an encoder-decoder ({config.model_type}), and this needs a model without an encoder.",
-            "`headfold uptrain` and `headfold eval` take encoder-decoders.",
-        )
-    return load_language_model(folder, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
 
 
 def load_language_model(
@@ -146,17 +125,17 @@ _FAULTS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
-    reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-    return CheckpointError(f"{folder} cannot be loaded: {reason}", "Check its files, or fetch it again.")
+    return CheckpointError(f"{folder} cannot be loaded: {first_line(problem)}", "Check its files, or fetch it again.")
 
 
 def is_seq2seq(config: Any) -> bool:
     """An encoder-decoder; some decoders of a pair that stand alone carry the mark of the whole, but no such class."""
-    from transformers import AutoModelForSeq2SeqLM
+    from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     if not getattr(config, "is_encoder_decoder", False):
         return False
-    return type(config) in AutoModelForSeq2SeqLM._model_mapping or _SEQ2SEQ in (getattr(config, "auto_map", None) or {})
+    brings_class = _SEQ2SEQ in (getattr(config, "auto_map", None) or {})
+    return brings_class or type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 
 _SEQ2SEQ = "AutoModelForSeq2SeqLM"
@@ -182,7 +161,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as problem:
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be loaded: {str(problem).strip().splitlines()[0]}",
+            f"{folder} has no tokenizer that can be loaded: {first_line(problem)}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights.",
         ) from problem
     except ImportError as problem:

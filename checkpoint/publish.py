@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..errors import HeadfoldError, UsageError
+from ..working_folder import flush
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 
@@ -111,12 +112,6 @@ def remove_siblings(out: Path, kind: str) -> None:
     """Remove the hidden folders beside ``out`` whose names are ``out``'s and ``kind``."""
     for found in out.parent.glob(f".{escape(out.name)}{kind}*"):
         shutil.rmtree(found, ignore_errors=True)
-
-
-def flush(file: Path) -> None:
-    """Wait until the bytes of ``file`` are on the disk."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _umask() -> int:

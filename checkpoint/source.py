@@ -101,6 +101,23 @@ class Checkpoint:
         """Bytes of all tensors, without headers."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight as it is served: by the first tensor, since a checkpoint has one dtype; two for FP8."""
+        return {"F64": 8, "F32": 4}.get(next(iter(self.tensors.values())).dtype, 2)
+
+    @property
+    def config_dtype(self) -> torch.dtype:
+        """The dtype that config.json names, float32 where it names none."""
+        import torch
+
+        text = self.config.get("text_config")
+        places = (self.config, text if isinstance(text, dict) else {})
+        # transformers 4 writes torch_dtype, version 5 writes dtype
+        named = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
+        dtype = getattr(torch, str(named).removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, mapped from its file, see :func:`.header.read_tensor`."""
         return read_tensor(self.tensors[name])

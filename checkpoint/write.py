@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import split_state_dict_into_shards_factory
+
 from ..console import Advance, human_bytes
 from ..errors import CheckpointError, HeadfoldError
+from ..working_folder import flush
 from .header import TensorInfo, byte_size, encode_header, read_tensor, torch_dtype
-from .publish import flush
 from .source import Checkpoint
 from .weights import INDEX_NAME, SINGLE_NAME
 
@@ -251,3 +253,26 @@ def _copy_range(source: int, target: int, begin: int, position: int, length: int
             raise CheckpointError("A weight file of the source became shorter while it was read.")
         begin, position, length = begin + moved, position + moved, length - moved
         advance(moved)
+
+
+def resharded(files: Sequence[OutFile], max_bytes: int) -> list[OutFile]:
+    """The same tensors in files of at most ``max_bytes``; a larger tensor gets one of its own.
+
+    The shards are those that ``save_pretrained`` would make; header metadata of all files comes along.
+    """
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
+    metadata = {key: value for file in files for key, value in file.metadata.items()}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=_nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
+    return [
+        OutFile(Path(name), tuple(tensors[tensor] for tensor in names), metadata)
+        for name, names in split.filename_to_tensors.items()
+    ]
+
+
+def _nbytes(tensor: OutTensor) -> int:
+    return tensor.nbytes

@@ -97,7 +97,7 @@ def inspect_checkpoint(
     rows = _projections(cls, config, counts, many)
     if not rows:
         raise no_setting(known_type(config), cls.__name__)
-    dtype = _dtype(config)
+    dtype = checkpoint.config_dtype
     of = {name: side(name.rpartition(".")[0]) if is_pair(config) else "self" for name in rows}
     own, cross = ([one for name, one in rows.items() if of[name] == part] for part in ("self", "cross"))
     keys = [one for name, one in rows.items() if of[name] == "self" and not name.endswith((".v_proj", ".v"))]
@@ -236,14 +236,6 @@ def _group_row(
         slow_kernels=slow_kernels(query_heads, groups),
         bytes_per_source_token=bytes_per_source_token,
     )
-
-
-def _dtype(config: dict[str, Any]) -> torch.dtype:
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    assert isinstance(text, dict)
-    named = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    dtype = getattr(torch, str(named).removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 @dataclass(frozen=True)

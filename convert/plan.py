@@ -10,11 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..checkpoint.modelling import admit
-from ..checkpoint.shards import resharded, shard_bytes
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
-from ..checkpoint.write import OutFile, OutTensor
-from ..console import human_bytes
+from ..checkpoint.write import OutFile, OutTensor, resharded
+from ..console import human_bytes, parse_bytes
 from ..errors import UnsupportedError
 from .family.attention_layer import AttentionLayer
 from .family.config_edit import with_number
@@ -102,7 +101,7 @@ class Plan:
             if tensors:
                 files.append(OutFile(path, tuple(tensors), header.metadata))
         size = self.settings.max_shard_size
-        return files if size is None else resharded(files, shard_bytes(size))
+        return files if size is None else resharded(files, parse_bytes(size, "shard"))
 
     @property
     def weight_bytes(self) -> int:

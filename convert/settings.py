@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
+from ..console import parse_bytes
 from ..errors import UsageError
 from ..settings import RARE, Flags, NoEffect, Panel, Settings, Tokens
 from .methods.table import METHODS
@@ -108,10 +109,8 @@ class ConvertSettings(CalibrationSettings):
     @field_validator("max_shard_size")
     @classmethod
     def _readable_size(cls, size: str | None) -> str | None:
-        from ..checkpoint.shards import shard_bytes
-
         if size is not None:
-            shard_bytes(size)
+            parse_bytes(size, "shard")
         return size
 
     def model_post_init(self, context: Any, /) -> None:

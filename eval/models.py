@@ -47,11 +47,6 @@ class Subject:
         """An encoder-decoder, which writes a target of what it read."""
         return is_seq2seq(self.config)
 
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of a stored element; that of the first tensor, as a checkpoint has one dtype."""
-        return {"F64": 8, "F32": 4}.get(next(iter(self.checkpoint.tensors.values())).dtype, 2)
-
     def tokenizer(self) -> Any:
         return load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ..checkpoint.load import load_language_model
-from ..console import warn
+from ..console import parse_bytes, warn
 from ..corpus import Document
 from ..errors import UsageError
 from ..spans import MEAN_SPAN, NOISE_DENSITY
-from .measures.capacity import parse_bytes
 from .measures.kv_cache import DecodeSettings
 from .measures.retrieval import NeedleSettings, default_lengths, fitting
 from .models import Subject, shared_vocab
@@ -103,7 +102,7 @@ def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.de
         vocab=shared_vocab(subjects),
         decode=_decoding(settings, limit, device),
         needle=fitting(needle, limit) if asking is None else NeedleSettings(0, ()),
-        memory=None if settings.memory is None else parse_bytes(settings.memory),
+        memory=None if settings.memory is None else parse_bytes(settings.memory, "memory"),
         asking=asking,
     )
 

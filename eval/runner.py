@@ -95,7 +95,7 @@ class Runner:
         return groups
 
     def _bytes_of(self, subject: Subject) -> float:
-        return subject.checkpoint.weight_bytes * self.protocol.dtype.itemsize / subject.element_bytes
+        return subject.checkpoint.weight_bytes * self.protocol.dtype.itemsize / subject.checkpoint.element_bytes
 
     def _free_bytes(self) -> int:
         if self.protocol.device.type == "cuda":
@@ -209,7 +209,7 @@ class Runner:
         """What fits when weights and cache are of the dtype that the checkpoint is stored in."""
         if self.protocol.memory is None or subject.writes:
             return None
-        shrink = subject.element_bytes / self.protocol.dtype.itemsize
+        shrink = subject.checkpoint.element_bytes / self.protocol.dtype.itemsize
         stored = CacheSize([size * shrink for size in cache.layer_bytes], cache.kv_heads, cache.windows)
         limit = self.protocol.limit or _UNKNOWN_LIMIT
         contexts = sorted({max(1, limit // 4), limit})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from safetensors import SafetensorError
 
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
+from ..working_folder import Changes, changes, describe, flush, read_json, write_json
 from .data.mixture import MixturePosition
 from .settings import ADJUSTABLE, FREE_ON_RESUME, UptrainSettings
 
@@ -103,7 +102,7 @@ class Saves:
                 processes do not see the same saves.
         """
         save = next(self.complete(), None)
-        content: dict[str, Any] = json.loads((save / _MARKER).read_text()) if save else {"step": -1}
+        content: dict[str, Any] = read_json(save / _MARKER) if save else {"step": -1}
         steps = accelerator.gather(torch.tensor([content["step"]], device=accelerator.device)).tolist()
         if len(set(steps)) > 1:
             raise UsageError(
@@ -150,8 +149,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
     """The marker holds the size of every file, so that a truncated one is seen; it is written after them."""
     sizes = {}
     for file in sorted(path for path in save.rglob("*") if path.is_file()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+        flush(file)
         sizes[file.relative_to(save).as_posix()] = file.stat().st_size
     content: dict[str, Any] = {
         "step": progress.step,
@@ -162,23 +160,20 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
         "identity": identity,
         "sizes": sizes,
     }
-    with (save / _MARKER).open("w") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_json(save / _MARKER, content)
 
 
 def _is_complete(save: Path) -> bool:
     try:
-        sizes = json.loads((save / _MARKER).read_text())["sizes"]
+        sizes = read_json(save / _MARKER)["sizes"]
         return all((save / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
 
 
 def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    # older saves do not know the teacher
-    changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
+    known = [name for name in wanted if name in saved]  # older saves do not know the teacher
+    changed = changes(saved, wanted, known)
     if changed:
         raise UsageError(
             f"{folder} holds a run whose {' and '.join(changed)} had other contents than now.",
@@ -200,20 +195,17 @@ def _refuse_other_sharing(saved: dict[str, Any], now: str, folder: Path) -> None
         )
 
 
-def _changed(saved: UptrainSettings, wanted: UptrainSettings) -> dict[str, Any]:
-    """Settings that determine the weights and are not what they were: name → [before, now]."""
-    old, new = saved.model_dump(), wanted.model_dump()
-    return {
-        name: [old.get(name), new[name]] for name in new if name not in FREE_ON_RESUME and old.get(name) != new[name]
-    }
+def _changed(saved: UptrainSettings, wanted: UptrainSettings) -> Changes:
+    """Find the settings that determine the weights and are not what they were."""
+    names = [name for name in UptrainSettings.model_fields if name not in FREE_ON_RESUME]
+    return changes(saved.model_dump(), wanted.model_dump(), names)
 
 
-def _refuse_other_settings(changed: dict[str, Any], adjusting: bool, folder: Path) -> None:
+def _refuse_other_settings(changed: Changes, adjusting: bool, folder: Path) -> None:
     if not changed or (adjusting and changed.keys() <= ADJUSTABLE):
         return
-    difference = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in changed.items())
     going_on = "--resume always to go on with these, " if changed.keys() <= ADJUSTABLE else ""
     raise UsageError(
-        f"{folder} holds a run with other settings: {difference}.",
+        f"{folder} holds a run with other settings: {describe(changed)}.",
         f"Use the old settings to continue it, {going_on}or --resume never to throw it away.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ...checkpoint.header import encode_header
 from ...errors import CheckpointError, UsageError
+from ...working_folder import writing_whole
 
 _KIND, _KIND_VALUE = "kind", "headfold statistics 1"
 SOURCE, TOKENS = "source_digest", "tokens"
@@ -133,22 +133,18 @@ def writing_statistics(
         crossing: layers whose queries are made of something else than keys and values; sums for these inputs follow
             those of all layers.
     """
-    unfinished = file.with_name(f".{file.name}.unfinished-{os.getpid()}")
     widths = [width + 1 for width in (*hidden, *(hidden[layer] for layer in crossing))]
     names = [*map(_name, range(len(hidden))), *map(_query_name, crossing)]
     entries = [(name, "F64", (width, width)) for name, width in zip(names, widths, strict=True)]
     header = encode_header(entries, {**metadata, _KIND: _KIND_VALUE})
     file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with unfinished.open("wb") as stream:
+    with writing_whole(file) as temporary:
+        with temporary.open("wb") as stream:
             stream.write(header)
             stream.truncate(len(header) + 8 * sum(width * width for width in widths))
-        sums = MomentSums(unfinished, widths, len(header))
+        sums = MomentSums(temporary, widths, len(header))
         yield sums
         sums.divide()
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 _ENDING = ".second_moment"

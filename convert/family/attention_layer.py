@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import FLOATS
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError
-from .exactness import OUTPUTS, QUERIES, norms_keys, reason_against_rewriting
+from ...libraries.transformers_internals import memory_names, normalises_keys, split_names
+from .exactness import OUTPUTS, QUERIES, reason_against_rewriting
 from .followers import followers_of_queries
 from .kv_parameters import Change, Numbers, changed_parameters
 from .layout import Stored
-from .meta_model import memory_names, split_names
 from .rotary import Rotary, rotary_of
 
 _FUSED_ON_DISK = re.compile(r"qkv|Wqkv|query_key_value|c_attn|W_pack", re.IGNORECASE)
@@ -208,7 +208,7 @@ class _Finder:
             head_dim=head_dim,
             value_dim=value_dim,
             rotary=self._rotary[head_dim],
-            keys_normed=norms_keys(self.model.get_submodule(module)),
+            keys_normed=normalises_keys(self.model.get_submodule(module)),
             q_norm=self._whole(f"{module}.q_norm.weight"),
             k_norm=self._whole(f"{module}.k_norm.weight"),
             rewritable=None,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
@@ -65,24 +62,3 @@ def reason_against_rewriting(
     if block.keys_normed and block.k_norm is None and not head_norms:
         return "it normalises keys in a way that is not known"
     return None
-
-
-@cache
-def code_of(function: Callable[..., Any]) -> str:
-    """Its source: a model has many layers of one class."""
-    return inspect.getsource(function)
-
-
-def norms_keys(module: nn.Module) -> bool:
-    """True when the attention's code normalises anything, by a module, a flag that is on, or a function.
-
-    Read from the source, because some classes do it without a weight or a module of its own.
-    """
-    code = re.sub(r"#.*", "", code_of(type(module).forward))
-    for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
-        own = word.removeprefix("self.")
-        found = getattr(module, own.split(".")[0], None)
-        absent = word.startswith("self.") and (found in (None, False) or isinstance(found, float))  # a mere factor
-        if not absent:
-            return True
-    return False

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
-from .exactness import OUTPUTS, code_of
+from ...libraries.transformers_internals import gates_behind_queries
+from .exactness import OUTPUTS
 from .layout import Stored
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ _SHARED = re.compile(
     rf"[qk](uery|ey)?_(layer)?norm\.(weight|bias)|{_OUTPUT}\.bias|indexer\..+|(rel_logits_proj|relative_position_bias)\.proj"
 )
 """Parameters that all heads share; a norm is shared where it is one head wide."""
-
-_GATE_BEHIND_QUERIES = re.compile(r"q_proj\(hidden_states\)\.view\([^)]*head_dim \* 2\)")
-"""Code of classes whose q_proj gives each head its query and then a gate as wide (Qwen3-Next)."""
 
 
 def followers_of_queries(
@@ -93,7 +91,7 @@ def _reason(
 ) -> str | None:
     """Say why heads cannot change places, or why their likeness cannot be measured; None where neither holds."""
     config = model.config.get_text_config()
-    code = code_of(type(model.get_submodule(layer.module)).forward)
+    module = model.get_submodule(layer.module)
     if layer.q is None or layer.o is None:
         return "its query and output projections are not recognised"
     if getattr(config, "alibi", None) or getattr(config, "alibi_slopes", None):
@@ -102,7 +100,7 @@ def _reason(
         return "its relative positions have a bias for every head, which all layers share"
     if getattr(config, "num_kv_shared_layers", None):
         return "some layers use the keys and values of others (num_kv_shared_layers)"
-    rows = query_heads * layer.head_dim * (2 if _GATE_BEHIND_QUERIES.search(code) else 1)
+    rows = query_heads * layer.head_dim * (2 if gates_behind_queries(module) else 1)
     if layer.q != layer.k and tensors[layer.q].shape[0] != rows:
         return f"{layer.q} holds more than the queries"
     if tensors[layer.o].shape[1] != query_heads * layer.value_dim:

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Split, WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.modelling import own_type, register
 from ...checkpoint.source import CONFIG_NAME
-from ...errors import CheckpointError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError, first_line
+from ...libraries.transformers_internals import from_config
 from .sanity import refuse_absurd
 
 _CLASS_TABLES = (
@@ -121,54 +120,10 @@ def build(model_class: type[PreTrainedModel], config: dict[str, Any]) -> PreTrai
         UnsupportedError: the class cannot be built with these values.
     """
     resolved = resolved_config(config)
-    cls: Any = model_class
     with quiet_transformers(), torch.device("meta"):
         try:
-            model: PreTrainedModel = cls._from_config(resolved)
+            return from_config(model_class, resolved)
         except Exception as problem:  # a model class raises whatever its layers raise
             raise UnsupportedError(
                 f"{model_class.__name__} cannot be built with these settings: {first_line(problem)}"
             ) from problem
-    return model
-
-
-def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:
-    """Disk name → the parameter that the class's loader fills from it, for all tensors that it only renames.
-
-    Tensors that are cut, stacked or permuted while loading (experts, for example) are absent.
-    """
-    return {disk: name for disk, name, pattern in _renamed(model, disk_names) if pattern is None}
-
-
-def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Disk name → the parameters whose rows, one after the other, the class's loader cuts it into."""
-    cuts = {}
-    for transform in get_model_conversion_mapping(model):
-        operations = getattr(transform, "operations", [])
-        if len(operations) == 1 and isinstance(operations[0], Split) and operations[0].dim == 0:
-            cuts[transform.source_patterns[0]] = list(transform.target_patterns)
-    found = {}
-    for disk, name, pattern in _renamed(model, disk_names) if cuts else ():
-        if pattern in cuts:
-            first = cuts[pattern][0]
-            found[disk] = tuple(name.replace(first, target) for target in cuts[pattern])
-    return found
-
-
-def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:
-    """(disk name, name in the class, the pattern by which it is not only renamed)."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    expected = model.state_dict()
-    for disk_name in disk_names:
-        name, pattern = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, expected)
-        yield disk_name, name, pattern
-
-
-def first_line(problem: BaseException) -> str:
-    """The first words of an error that another library raised."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    if isinstance(problem, KeyError) or not lines:
-        return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
-    return lines[0]

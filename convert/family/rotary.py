@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ...libraries.transformers_internals import mentions_rotation, rotation_of
 
 _POSITION = 3
 
@@ -36,10 +37,9 @@ def rotary_of(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Ro
     The class's own ``apply_rotary_pos_emb`` turns unit vectors with the tables of its own rotary module; the result,
     a D×D matrix, must turn exactly the pairs of a known layout.
     """
-    source = inspect.getsource(type(attention))
-    if not any(word in source for word in ("rotary", "rope", "position_embeddings", "freqs")):
+    if not mentions_rotation(attention):
         return NOT_ROTATED
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    apply = rotation_of(attention)
     if apply is None:
         return None
     try:

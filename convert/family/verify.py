@@ -7,8 +7,8 @@ from typing import Any
 
 from ...checkpoint.modelling import admit
 from ...checkpoint.source import Checkpoint
-from ...errors import CheckpointError
-from .meta_model import first_line, model_class, quiet_transformers
+from ...errors import CheckpointError, first_line
+from .meta_model import model_class, quiet_transformers
 
 
 def verify(folder: Path) -> list[str]:

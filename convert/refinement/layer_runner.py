@@ -204,18 +204,16 @@ def held(layer: DecoderLayer, device: torch.device) -> Iterator[tuple[DecoderLay
 def _read(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
     """Fetch the weights that one module keeps on disk, and run it without the hook that fetches them anew each time."""
     assert hook.weights_map is not None
-    for name in list(part._parameters):
-        if part._parameters[name] is not None:
-            part._parameters[name] = nn.Parameter(hook.weights_map[name])
+    for name, _ in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
     part.forward = part._old_forward  # type: ignore[assignment]
     return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
 
 
 def _forget(part: nn.Module, forward: Callable[..., Any]) -> None:
     part.forward = forward
-    for name, parameter in part._parameters.items():
-        if parameter is not None:
-            part._parameters[name] = nn.Parameter(parameter.to("meta"))
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(parameter.to("meta")))
 
 
 def _move(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:

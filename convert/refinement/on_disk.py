@@ -15,9 +15,9 @@ from torch import Tensor
 from ...checkpoint.header import TensorInfo, torch_dtype
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
+from ...libraries.transformers_internals import memory_names
 from ..calibration.collect import load_for_calibration, reading_modules
 from ..family.attention_layer import AttentionLayer
-from ..family.meta_model import memory_names
 from .fit import RefineSettings
 from .layer_runner import decoder_layers, layer_index
 from .refine import projections, refine_layers, whole_batches

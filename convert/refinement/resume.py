@@ -5,9 +5,7 @@ Letters of shapes: N blocks of text, T tokens of a block, C hidden size.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ from torch import Tensor
 
 from ...checkpoint.write import require_space
 from ...errors import UsageError
+from ...working_folder import WorkingFolder, changes, flush, read_json, write_json
 
-_IDENTITY, _PROGRESS = "identity.json", "progress.json"
+_PROGRESS = "progress.json"
 _STATES_AT_ONCE = 5
 """Source and converted model before and after a layer, and the layer's targets."""
 
@@ -52,7 +51,7 @@ class RefineWork:
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
-        self.identity = identity
+        self._work = WorkingFolder(folder, identity)
         self.layer: int | None = None
         self.fits: list[LayerFit] = []
         if (folder / _PROGRESS).exists():
@@ -65,8 +64,8 @@ class RefineWork:
 
     def _resume(self) -> None:
         try:
-            found = json.loads((self.folder / _IDENTITY).read_text(encoding="utf-8"))
-            progress = json.loads((self.folder / _PROGRESS).read_text(encoding="utf-8"))
+            found = self._work.found() or {}
+            progress = read_json(self.folder / _PROGRESS)
             self.fits = [LayerFit(**fit) for fit in progress["fits"]]
             self.layer = progress["layer"]
         except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -74,7 +73,8 @@ class RefineWork:
                 f"{self.folder} should hold an unfinished refinement, but cannot be read: {problem}.",
                 "Remove the folder to start anew.",
             ) from problem
-        changed = [name for name in self.identity if found.get(name) != self.identity[name]]
+        # Only the names given: before the conversion, its result is not part of the identity yet.
+        changed = changes(found, self._work.identity, self._work.identity)
         if changed:
             raise UsageError(
                 f"{self.folder} holds an unfinished refinement with another {' and '.join(changed)}.",
@@ -88,7 +88,7 @@ class RefineWork:
             UsageError: a folder of that name holds something else.
             HeadfoldError: the file system has too little room.
         """
-        if self.folder.exists() and not _is_work(self.folder):
+        if self._work.is_foreign:
             raise UsageError(
                 f"{self.folder}, where refinement keeps its work, holds something else.",
                 "Move it away, or choose another output path.",
@@ -99,10 +99,7 @@ class RefineWork:
     def start(self, blocks: int, tokens: int, hidden: int) -> None:
         """Make the folder; the errors are those of :meth:`require_place`."""
         self.require_place(blocks, tokens, hidden)
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True)
-        _write_json(self.folder / _IDENTITY, self.identity)
+        self._work.begin()
 
     def states(self, kind: str, layer: int, shape: tuple[int, int, int]) -> Tensor:
         """The mapped file of (N, T, C) states before ``layer``, made when it is not there."""
@@ -126,9 +123,8 @@ class RefineWork:
             self.fits.append(fit)
         kept = set(self.folder.glob(f"*-{layer + 1:04d}"))
         for file in (*kept, *self.folder.glob(self._file(layer).name)):
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-        _write_json(self.folder / _PROGRESS, {"layer": layer + 1, "fits": [asdict(fit) for fit in self.fits]})
+            flush(file)
+        write_json(self.folder / _PROGRESS, {"layer": layer + 1, "fits": [asdict(fit) for fit in self.fits]})
         self.layer = layer + 1
         for file in set(self.folder.glob("*-[0-9]*")) - kept:
             if not file.suffix:
@@ -144,19 +140,4 @@ class RefineWork:
 
 def remove_work(folder: Path) -> None:
     """Remove the work of a refinement; a folder that holds something else stays."""
-    if _is_work(folder):
-        shutil.rmtree(folder)
-
-
-def _is_work(folder: Path) -> bool:
-    """True for a folder that refinement made, and for an empty one."""
-    return folder.is_dir() and ((folder / _IDENTITY).exists() or not any(folder.iterdir()))
-
-
-def _write_json(file: Path, content: Any) -> None:
-    unfinished = file.with_suffix(".tmp")
-    with unfinished.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
+    WorkingFolder(folder, {}).remove()

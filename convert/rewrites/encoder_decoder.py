@@ -19,6 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ...checkpoint.modelling import OWN_TYPES, OwnType, own_config, own_type
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...errors import CheckpointError, UnsupportedError
+from ...libraries.transformers_internals import generation_settings
 from ..family.meta_model import quiet_transformers, resolved_config
 from .retyped import RetypedCheckpoint
 from .routes import names_tokenizer
@@ -248,11 +249,8 @@ def settle_generation(source: Checkpoint, folder: Path) -> None:
     with quiet_transformers():
         usual = GenerationConfig.from_model_config(resolved_config(source.config))
         said = GenerationConfig.from_pretrained(source.folder, config_file_name=CONFIG_NAME)
-        # made so, it leaves out what config.json says of other things
-        both = GenerationConfig(**{**usual.to_diff_dict(), **said.to_diff_dict(), "_from_model_config": True})
-        both._from_model_config = False  # else transformers 4 asks the result's class once more
         # not by save_pretrained, which refuses settings that transformers loads
-        both.to_json_file(folder / GENERATION_CONFIG_NAME)
+        generation_settings(usual, said).to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def side(module: str) -> str:

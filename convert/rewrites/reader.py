@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import FLOATS
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError
-from ..family.meta_model import build, memory_names, model_class
+from ...libraries.transformers_internals import memory_names
+from ..family.meta_model import build, model_class
 from .decoder import Linear, Norm
 from .lazy import Lazy
 

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ...errors import UsageError
+from ...libraries.torch_internals import LiveTensors
 
 SHARE = 0.9
 """Of a device's memory that weights and cache may take; the rest is for activations and the allocator."""
 _ENDLESS = 10**12  # tokens; only a cache of nothing but sliding windows fits at that length
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """``24GB`` (decimal, as sold) or ``22.5GiB`` (binary) in bytes.
-
-    Raises:
-        UsageError: no size.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    if found is None or float(found[1]) == 0:
-        raise UsageError(f"{text!r} is no size of memory.", "Write it as 24GB or 22.5GiB.")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
 def peak_bytes(device: torch.device, compute: Callable[[], Any]) -> int:
@@ -43,43 +26,9 @@ def peak_bytes(device: torch.device, compute: Callable[[], Any]) -> int:
         before = torch.cuda.memory_allocated(device)
         compute()
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with _LiveTensors() as live:
+    with LiveTensors() as live:
         compute()
     return int(live.peak)
-
-
-class _LiveTensors(TorchDispatchMode):
-    """Adds up the storage that operations allocate while it is active, until it is freed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak: int = 0
-        self._now: int = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
-        for made in tree_leaves(result):
-            if _counts(made) and made.untyped_storage().data_ptr() not in given:  # no view of an argument
-                self._count(made.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._freed, size)
-
-    def _freed(self, size: int) -> None:
-        self._now -= size
-
-
-def _counts(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...console import talk, warn
-from ...errors import DataError, UsageError
+from ...errors import DataError, UsageError, first_line
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def answer_tasks(model: Any, tokenizer: Any, settings: TaskSettings, found: tupl
                 log_samples=True, bootstrap_iters=0,
             )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as problem:  # data sets raise many kinds
-        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         raise DataError(
-            f"lm-eval cannot run {', '.join(names)}: {reason}", "Without a network, name task files with local data."
+            f"lm-eval cannot run {', '.join(names)}: {first_line(problem)}",
+            "Without a network, name task files with local data.",
         ) from problem
     return [row for task, samples in sorted(results["samples"].items()) for row in _rows(task, samples, results)]
 

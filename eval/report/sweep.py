@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...working_folder import changes, describe, read_json, write_json
 from .figure import (
     DASHED,
     MUTED,
@@ -85,9 +85,7 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
         details: how it was measured, a few named values for the page and the JSON.
     """
     content = {"details": details, "rows": [asdict(row) for row in rows]}
-    half_written = folder / f".{RESULTS_NAME}.tmp"
-    half_written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    half_written.replace(folder / RESULTS_NAME)
+    write_json(folder / RESULTS_NAME, content, indent=1)
     page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))
     (folder / PAGE_NAME).write_text(page, encoding="utf-8")
     (folder / PICTURE_NAME).write_bytes(png_of(_tradeoff_figure(rows)))
@@ -125,8 +123,7 @@ def _tradeoff_figure(rows: Sequence[SweepRow]) -> Figure:
 
 def read_sweep(folder: Path) -> dict[str, Any]:
     """``details`` and ``rows`` of a sweep, as written by :func:`write_tradeoff`."""
-    found: dict[str, Any] = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
-    return found
+    return read_json(folder / RESULTS_NAME)
 
 
 def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:
@@ -139,18 +136,14 @@ def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:
     if not file.exists():
         return []
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         found, rows = content["details"], [SweepRow(**row) for row in content["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UsageError(f"{file} is no sweep.", "Choose another folder with -o, or remove this one.") from problem
-    changed = [
-        f"{name} was {found.get(name)} and is now {value}"
-        for name, value in details.items()
-        if found.get(name) != value
-    ]
+    changed = changes(found, details)
     if changed:
         raise UsageError(
-            f"{folder} holds a sweep that was measured otherwise: {', '.join(changed)}.",
+            f"{folder} holds a sweep that was measured otherwise: {describe(changed)}.",
             "Choose another folder with -o, or remove this one.",
         )
     return rows

@@ -117,23 +117,6 @@ def score(
     return Scores(documents, split_by_document(values_1N[0].numpy(), documents))
 
 
-def quick_perplexity(
-    model: nn.Module,
-    documents: Sequence[ScoredDocument],
-    *,
-    window: int = DEFAULT_WINDOW,
-    stride: int | None = None,
-    batch_size: int = DEFAULT_BATCH,
-    accelerator: Accelerator | None = None,
-) -> float:
-    """Perplexity as :func:`score` measures it, for held-out points during training; arguments as there."""
-    return (
-        score(model, documents, window=window, stride=stride, batch_size=batch_size, accelerator=accelerator)
-        .total()
-        .perplexity
-    )
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; each module gets its own mode back afterwards."""

@@ -7,7 +7,6 @@ the report stands. Where one process of several measures something, the others g
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,11 @@ import numpy as np
 
 from ...console import info
 from ...errors import UsageError
+from ...working_folder import WorkingFolder, write_json, writing_whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_IDENTITY = "identity.json"
 Scored = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
@@ -37,26 +36,24 @@ class Kept:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], accelerator: Accelerator | None = None) -> None:
-        self._folder = out.parent / f"{out.name}.partial"
+        self._work = WorkingFolder(out.parent / f"{out.name}.partial", identity)
+        self._folder = self._work.path
         self._accelerator = accelerator
         self._rank = 0 if accelerator is None else accelerator.process_index
         if self._rank == 0:
-            self._claim(identity)
+            self._claim()
         if accelerator is not None:
             accelerator.wait_for_everyone()
 
-    def _claim(self, identity: dict[str, Any]) -> None:
-        file = self._folder / _IDENTITY
-        if self._folder.exists() and not file.is_file():
+    def _claim(self) -> None:
+        if self._work.is_foreign:
             raise UsageError(f"{self._folder} is in the way.", "Remove it, or choose another output folder.")
-        if file.is_file():
-            if file.read_text(encoding="utf-8") == json.dumps(identity):
-                info(f"Going on with what {self._folder} holds.")
-                return
+        if self._work.matches():
+            info(f"Going on with what {self._folder} holds.")
+            return
+        if self._folder.exists():
             info(f"{self._folder} was measured otherwise and is thrown away.")
-            shutil.rmtree(self._folder)
-        self._folder.mkdir(parents=True)
-        file.write_text(json.dumps(identity), encoding="utf-8")
+        self._work.begin()
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """What ``measure`` gives (JSON values only), from the first process, measured once over all tries."""
@@ -80,7 +77,7 @@ class Kept:
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))
         value = measure()
-        _replace(file, lambda made: made.write_text(json.dumps(value), encoding="utf-8"))
+        write_json(file, value)
         return value
 
     def scores(self, name: str, rows: int, tokens: int, batches: int) -> Scored:
@@ -101,16 +98,10 @@ class Kept:
         """Write down what is scored so far: ``values`` (rows, places) of the scored tokens ``places``."""
         self._folder.mkdir(parents=True, exist_ok=True)  # on another host
         file = self._folder / f"{name}-{self._rank}.npz"
-        _replace(file, lambda made: np.savez(made, places=places, values=values, done=done))
+        with writing_whole(file) as temporary:
+            np.savez(temporary, places=places, values=values, done=done)
 
     def clear(self) -> None:
         """The report stands; nothing of this is needed any more."""
         if self._rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all."""
-    half_written = file.with_name(f".{file.name}")
-    write(half_written)
-    half_written.replace(file)
+            self._work.remove()

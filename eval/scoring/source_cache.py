@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...console import info, warn
+from ...working_folder import writing_whole
 from .batches import split_by_document
 from .paired import SourceScores
 from .perplexity import Scores
@@ -64,7 +65,6 @@ class SourceCache:
     def store(self, source: SourceScores, facts: dict[str, Any]) -> None:
         """Keep an entry; it appears whole or not at all."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        half_written = self._file.with_name(f".{self._file.name}")
         nats, top = np.concatenate(list(source.scores.nll_N)), np.concatenate(list(source.top_N))
-        np.savez(half_written, nats=nats, top=top, facts=np.array(json.dumps(facts)))
-        half_written.replace(self._file)
+        with writing_whole(self._file) as temporary:
+            np.savez(temporary, nats=nats, top=top, facts=np.array(json.dumps(facts)))

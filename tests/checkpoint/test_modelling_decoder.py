@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm
+from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_decoder
 from headfold.checkpoint.modelling.modeling_headfold_decoder import (
     HeadfoldDecoderConfig,
@@ -174,7 +174,7 @@ def test_in_16_bits_bloom_rounds_what_it_adds_as_its_source_does(tmp_path: Path)
     """Far from the start, bf16 has room for every fourth position alone: the model has learned with that."""
     source = tiny_model("bloom").to(torch.bfloat16)
     source.save_pretrained(tmp_path / "source")
-    made = load_causal_lm(convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=4)).eval()
+    made = load_language_model(convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=4)).eval()
     ids_BT = torch.randint(5, 200, (1, 700), generator=torch.Generator().manual_seed(1))
     expected = logits(source, input_ids=ids_BT).float()
     rounded = (logits(made, input_ids=ids_BT).float() - expected).square().mean()

@@ -74,7 +74,7 @@ def test_gq085_a_full_disk_during_a_save_loses_nothing(moment, tiny_checkpoint, 
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             real_fsync(descriptor)
 
-        monkeypatch.setattr(state.os, "fsync", fsync)
+        monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(HeadfoldError, match="save at step 10 failed"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings())
     assert len(saves) > 1

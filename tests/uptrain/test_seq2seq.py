@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 from headfold.checkpoint.backbone import decoder_inputs
-from headfold.checkpoint.load import load_causal_lm, load_language_model, load_tokenizer
+from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.corpus import Columns, open_corpus
-from headfold.errors import UnsupportedError, UsageError
+from headfold.errors import UsageError
 from headfold.pairs import Pair, PairEncoder, padded
 from headfold.spans import SpanCorruption
 from headfold.uptrain.data.batches import PairBatch
@@ -324,11 +324,6 @@ def test_plain_text_has_no_columns(tmp_path):
     for name in ("stdlib", str(tmp_path / "plain.txt")):
         with pytest.raises(UsageError, match="no columns"):
             open_corpus(name, columns=Columns("input", "target"))
-
-
-def test_what_needs_a_decoder_alone_refuses_a_pair(tiny_t5):
-    with pytest.raises(UnsupportedError, match="encoder-decoder"):
-        load_causal_lm(tiny_t5)
 
 
 def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):

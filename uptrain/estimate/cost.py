@@ -195,9 +195,7 @@ def on_paper(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any
     source = Checkpoint.open(place, weights=False)
     with torch.device("meta"):
         model = blank_language_model(source.folder, trust_remote_code=trust_remote_code)
-    named = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(named), torch.float32)
-    return model, dtype.itemsize
+    return model, source.config_dtype.itemsize
 
 
 def refuse_what_cannot_fit(plan: CostEstimate, available: int, where: str) -> None:

@@ -53,7 +53,7 @@ def write_trained(
         source: where side files, dtypes and shapes come from. Without weights (training from scratch) the
             dtype is that of its config.json.
     """
-    config_dtype = _config_dtype(source.config)
+    config_dtype = source.config_dtype
     stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
     cast = _cast(weights, lambda name: stored.get(name, config_dtype))
     # the source's own file is copied below; the library refuses to save some that it loads without complaint
@@ -82,12 +82,6 @@ def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtyp
         name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous())
         for name, tensor in weights.items()
     }
-
-
-def _config_dtype(config: dict[str, Any]) -> torch.dtype:
-    named = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(named), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _left_out(trained: Checkpoint, source: Checkpoint) -> list[str]:

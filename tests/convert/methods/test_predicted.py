@@ -9,7 +9,7 @@ from headfold import recipes
 from headfold.convert.inspect import predict_damage
 from headfold.convert.run import plan_conversion
 from headfold.corpus import open_corpus
-from headfold.eval.scoring.perplexity import quick_perplexity
+from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import tokenize_documents
 from scipy.stats import spearmanr
 
@@ -22,7 +22,7 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
     """
     from pathlib import Path
 
-    from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+    from headfold.checkpoint.load import load_language_model, load_tokenizer
 
     source = Path(recipes.__file__).parent / "bundled" / "stdlib-5m-mha"
     file = tmp_path / "moments.safetensors"
@@ -33,12 +33,12 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
         folder = tmp_path / f"folded-{groups}"
         convert_calibrated(plan_conversion(source, groups=groups, method="folded"), folder, calibration)
         losses = {damage.layer: damage.total for damage in predict_damage(source, [groups], file)}
-        converted = load_causal_lm(folder, dtype=torch.float32)
+        converted = load_language_model(folder, dtype=torch.float32)
         for layers in ({0}, {2}, {4}, set(losses)):
-            model = load_causal_lm(source, dtype=torch.float32)
+            model = load_language_model(source, dtype=torch.float32)
             for layer in layers:
                 model.model.layers[layer].self_attn = converted.model.layers[layer].self_attn
             predicted.append(sum(losses[layer] for layer in layers))
-            measured.append(quick_perplexity(model, documents))
+            measured.append(score(model, documents).total().perplexity)
     assert len(predicted) == 12
     assert spearmanr(predicted, measured).statistic > 0.6  # 0.77 on CPython 3.11's text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm
+from headfold.checkpoint.load import load_language_model
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.layer_runner import decoder_layers
 from headfold.convert.refinement.on_disk import refine_folder
@@ -237,10 +237,10 @@ def test_a_checkpoint_on_disk_is_refined_in_place(tmp_path) -> None:
     run_plan(plan, tmp_path / "out")
     # load_file maps the file, which is about to change
     before = {name: value.clone() for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
-    distance = _distance(source, load_causal_lm(tmp_path / "out"))
+    distance = _distance(source, load_language_model(tmp_path / "out"))
     fits = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.blocks, _text(1), SETTINGS)
     after = load_file(tmp_path / "out" / "model.safetensors")
-    assert _distance(source, load_causal_lm(tmp_path / "out")) < distance
+    assert _distance(source, load_language_model(tmp_path / "out")) < distance
     assert len(fits) == 2
     assert {name: (value.dtype, value.shape) for name, value in after.items()} == {
         name: (value.dtype, value.shape) for name, value in before.items()

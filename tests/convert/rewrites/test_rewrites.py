@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from calibrated import calibration_text, convert_calibrated
-from headfold.checkpoint.load import load_causal_lm
+from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.inspect import inspect_checkpoint, predict_damage
@@ -93,7 +93,7 @@ def test_every_route_is_tried() -> None:
 @ALL
 def test_equal_heads_merge_exactly(route: str, method: str, tmp_path: Path) -> None:
     model = with_equal_heads(route)
-    made = load_causal_lm(_convert(model, route, tmp_path, method=method)).eval()
+    made = load_language_model(_convert(model, route, tmp_path, method=method)).eval()
     assert made.config.model_type == ROUTES[route][2]
     assert difference(model, made) < (1e-5 if method in ("mean", "first") else 1e-4)
 
@@ -101,13 +101,13 @@ def test_equal_heads_merge_exactly(route: str, method: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("route", ["pythia", "redpajama", "gptj", "gpt2-two", "bloom", "mpt"])
 def test_gq048_control_heads_equal_in_the_wrong_order_do_not(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route, tile=True)
-    assert difference(model, load_causal_lm(_convert(model, route, tmp_path)).eval()) > 1e-2
+    assert difference(model, load_language_model(_convert(model, route, tmp_path)).eval()) > 1e-2
 
 
 @ALL
 def test_random_keeps_the_queries_and_the_shape(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route)
-    made = load_causal_lm(_convert(model, route, tmp_path, method="random")).eval()
+    made = load_language_model(_convert(model, route, tmp_path, method="random")).eval()
     assert difference(model, made) > 1e-3
     assert logits_of(made).isfinite().all()
 
@@ -115,7 +115,7 @@ def test_random_keeps_the_queries_and_the_shape(route: str, tmp_path: Path) -> N
 @ALL
 def test_generation_with_the_cache_is_generation_without(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route)
-    made = load_causal_lm(_convert(model, route, tmp_path)).eval()
+    made = load_language_model(_convert(model, route, tmp_path)).eval()
     ids = torch.tensor([[7, 11, 13, 17, 19, 23], [250, 250, 31, 37, 41, 43]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 250, "eos_token_id": None}
@@ -128,16 +128,16 @@ def test_generation_with_the_cache_is_generation_without(route: str, tmp_path: P
 
 @ALL
 def test_saved_again_it_is_the_same(route: str, tmp_path: Path) -> None:
-    made = load_causal_lm(_convert(with_equal_heads(route), route, tmp_path)).eval()
+    made = load_language_model(_convert(with_equal_heads(route), route, tmp_path)).eval()
     made.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits_of(made), logits_of(load_causal_lm(tmp_path / "again").eval()))
+    assert torch.equal(logits_of(made), logits_of(load_language_model(tmp_path / "again").eval()))
 
 
 def test_a_result_of_our_own_type_is_converted_again(tmp_path: Path) -> None:
     model = with_equal_heads("opt-350m")
     model.save_pretrained(tmp_path / "source")
     half = convert_checkpoint(tmp_path / "source", tmp_path / "half", groups=2)
-    made = load_causal_lm(convert_checkpoint(half, tmp_path / "out", groups=1, method="folded")).eval()
+    made = load_language_model(convert_checkpoint(half, tmp_path / "out", groups=1, method="folded")).eval()
     assert (made.config.model_type, made.config.num_key_value_heads) == (OWN, 1)
     assert difference(model, made) < 1e-4
 
@@ -168,7 +168,7 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(route: str, tmp
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **said}))
     out = convert_checkpoint(source, tmp_path / "out", groups=ROUTES[route][3])
-    before, after = (load_causal_lm(folder).eval() for folder in (source, out))
+    before, after = (load_language_model(folder).eval() for folder in (source, out))
     for name, value in said.items():
         assert getattr(before.generation_config, name) == getattr(after.generation_config, name) == value
     written = [model.generate(torch.tensor([[11, 12, 13]]), do_sample=False).tolist() for model in (before, after)]
@@ -219,8 +219,8 @@ def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, t
     groups = ROUTES[route][3]
     plan = plan_conversion(source, groups=groups, method="folded", grouping="contiguous")
     calibration = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=20)
-    folded = load_causal_lm(convert_calibrated(plan, tmp_path / "folded", calibration)).eval()
-    mean = load_causal_lm(convert_checkpoint(source, tmp_path / "mean", groups=groups)).eval()
+    folded = load_language_model(convert_calibrated(plan, tmp_path / "folded", calibration)).eval()
+    mean = load_language_model(convert_checkpoint(source, tmp_path / "mean", groups=groups)).eval()
     assert difference(model, folded) < difference(model, mean)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "folded", "mean"}
 

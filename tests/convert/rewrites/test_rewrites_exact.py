@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm
+from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.rewrites import sources
 from headfold.convert.rewrites.materialise import materialise
@@ -119,7 +119,7 @@ def test_all_heads_kept_gives_the_source_s_logits(
     model_type: str, target: str, over: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_model(model_type, **over)
-    made = load_causal_lm(rewrite(save(model, tmp_path / "source"), tmp_path / "out", target)).eval()
+    made = load_language_model(rewrite(save(model, tmp_path / "source"), tmp_path / "out", target)).eval()
     assert made.config.model_type == target
     assert difference(model, made) < 1e-5
     assert left_padded_difference(model, made) < 1e-5
@@ -148,7 +148,7 @@ def test_gq041_control_a_flat_split_of_fused_rows_is_noticed(
 ) -> None:
     model = tiny_model(model_type)
     monkeypatch.setattr(sources, "split_heads", _all_q_then_all_k)
-    made = load_causal_lm(rewrite(save(model, tmp_path / "source"), tmp_path / "out")).eval()
+    made = load_language_model(rewrite(save(model, tmp_path / "source"), tmp_path / "out")).eval()
     assert difference(model, made) > 1e-2
 
 
@@ -160,7 +160,7 @@ def test_control_rotary_pairs_in_the_wrong_order_are_noticed(tmp_path: Path) -> 
     assert not torch.equal(tensors[name], source["transformer.h.0.attn.k_proj.weight"])
     tensors[name] = source["transformer.h.0.attn.k_proj.weight"]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert difference(model, load_causal_lm(out).eval()) > 1e-3
+    assert difference(model, load_language_model(out).eval()) > 1e-3
 
 
 def test_control_a_norm_that_is_not_folded_is_noticed(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_control_a_norm_that_is_not_folded_is_noticed(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors["gpt_neox.layers.1.post_attention_layernorm.bias"].zero_()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) > 1e-3
+    assert difference(model, load_language_model(rewrite(source, tmp_path / "out")).eval()) > 1e-3
 
 
 @pytest.mark.parametrize(("model_type", "over"), [("gpt_neox", {}), ("gpt_neox", {"use_parallel_residual": False})])
@@ -178,7 +178,7 @@ def test_folding_in_16_bits_rounds_once(model_type: str, over: dict[str, Any], t
     exact = tiny_model(model_type, **over)
     half = tiny_model(model_type, **over).to(torch.bfloat16)
     out = rewrite(save(half, tmp_path / "source"), tmp_path / "out")
-    made = load_causal_lm(out)
+    made = load_language_model(out)
     assert made.dtype == torch.bfloat16
     half, made = half.float(), made.float().eval()
     rounding = difference(exact, half)
@@ -210,7 +210,7 @@ def test_shards_keep_their_borders_and_old_buffers_are_left_out(tmp_path: Path) 
     out.mkdir()
     materialise(made, out)
     assert [file.name for file in sorted(out.glob("*.safetensors"))] == [file.name for file in shards]
-    assert difference(model, load_causal_lm(out).eval()) < 1e-5
+    assert difference(model, load_language_model(out).eval()) < 1e-5
 
 
 def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: P
     bare = {name.removeprefix("transformer."): tensor.clone() for name, tensor in tensors.items()}
     bare |= {f"h.{index}.attn.bias": torch.ones(1, 1, 8, 8).tril() for index in range(2)}
     save_file(bare, source / "model.safetensors", metadata={"format": "pt"})
-    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-6
+    assert difference(model, load_language_model(rewrite(source, tmp_path / "out")).eval()) < 1e-6
 
 
 def test_bloom_as_published_without_prefix_and_with_old_names_of_its_settings(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_bloom_as_published_without_prefix_and_with_old_names_of_its_settings(tm
     config = json.loads((source / "config.json").read_text())
     config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head"), "n_inner": None}
     (source / "config.json").write_text(json.dumps(config))
-    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-5
+    assert difference(model, load_language_model(rewrite(source, tmp_path / "out")).eval()) < 1e-5
 
 
 def test_gpt_neo_as_published_with_masks_among_its_weights(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_gpt_neo_as_published_with_masks_among_its_weights(tmp_path: Path) -> No
         tensors[f"transformer.h.{index}.attn.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
         tensors[f"transformer.h.{index}.attn.attention.masked_bias"] = torch.tensor(-1e9)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    assert difference(model, load_causal_lm(rewrite(source, tmp_path / "out")).eval()) < 1e-5
+    assert difference(model, load_language_model(rewrite(source, tmp_path / "out")).eval()) < 1e-5
 
 
 def test_config_has_the_keys_that_transformers_4_reads(tmp_path: Path) -> None:

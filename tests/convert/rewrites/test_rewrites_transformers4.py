@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm, load_language_model
+from headfold.checkpoint.load import load_language_model
 from headfold.convert.run import convert_checkpoint
 from tiny import PAIRS, logits_of, tiny_model, tiny_pair
 
@@ -99,7 +99,7 @@ def test_transformers_4_reads_the_same_model(old_transformers: Path, tmp_path: P
         tiny_model(model_type, **over).save_pretrained(source)
         folders.append(convert_checkpoint(source, tmp_path / f"out-{number}", groups=groups))
     control = tmp_path / "control"  # what transformers 5 itself would write, which version 4 reads as another model
-    load_causal_lm(folders[0]).save_pretrained(control)
+    load_language_model(folders[0]).save_pretrained(control)
     assert "rope_theta" not in json.loads((control / "config.json").read_text())
 
     ids = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -108,12 +108,12 @@ def test_transformers_4_reads_the_same_model(old_transformers: Path, tmp_path: P
     *found, (wrong, _) = _old_answers(old_transformers, [*folders, control], ids, mask, tmp_path)
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 250, "eos_token_id": None}
     for (model_type, _, _), folder, (logits, written) in zip(ROUTES, folders, found, strict=True):
-        model = load_causal_lm(folder).eval()
+        model = load_language_model(folder).eval()
         expected = logits_of(model)
         assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-5, model_type
         assert all(torch.equal(text, model.generate(ids, **how)) for text in written), model_type
     assert sum(len(written) for _, written in found) == 12  # six of them are of our own type
-    expected = logits_of(load_causal_lm(control).eval())
+    expected = logits_of(load_language_model(control).eval())
     assert ((wrong - expected).abs().max() / expected.abs().max()).item() > 1e-2
 
 

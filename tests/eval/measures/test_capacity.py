@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import pytest
 import torch
-from headfold.errors import UsageError
-from headfold.eval.measures.capacity import CacheSize, capacity, parse_bytes, peak_bytes
+from headfold.eval.measures.capacity import CacheSize, capacity, peak_bytes
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
@@ -23,19 +21,6 @@ def test_peak_is_the_most_that_stands_at_once():
     assert peak_bytes(CPU, compute) == 2 * MEGABYTE
     assert peak_bytes(CPU, lambda: kept.add_(1)) == 0
     assert peak_bytes(CPU, lambda: [kept + 1 for _ in range(3)]) == 3 * MEGABYTE
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("512m", 512 * 10**6), ("100", 100)]
-)
-def test_sizes_of_memory(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "24 bananas", "-3GB", "0GB", "GB"])
-def test_what_is_no_size(text):
-    with pytest.raises(UsageError):
-        parse_bytes(text)
 
 
 def test_what_fits_is_the_formula():

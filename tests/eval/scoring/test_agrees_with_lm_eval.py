@@ -10,7 +10,7 @@ from pathlib import Path
 import headfold
 import pytest
 import torch
-from headfold.checkpoint.load import load_causal_lm, load_tokenizer
+from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument
@@ -38,7 +38,7 @@ def test_word_and_byte_perplexity_are_those_of_lm_eval(folder, corpus):
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     texts = [document.text[:1500] for document in open_corpus(corpus) if len(document.text) >= 1500][:3]
-    model, tokenizer = load_causal_lm(folder, dtype=torch.float32), load_tokenizer(folder)
+    model, tokenizer = load_language_model(folder, dtype=torch.float32), load_tokenizer(folder)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=LENGTH, batch_size=4)
     asked = [Instance("loglikelihood_rolling", {}, (text,), index) for index, text in enumerate(texts)]
     likelihoods = theirs.loglikelihood_rolling(asked, disable_tqdm=True)

@@ -11,7 +11,7 @@ from headfold.errors import DataError, UsageError
 from headfold.eval.scoring import logits
 from headfold.eval.scoring.batches import collate, group_windows
 from headfold.eval.scoring.logits import Features
-from headfold.eval.scoring.perplexity import quick_perplexity, score
+from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, make_windows
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -166,12 +166,12 @@ def test_a_head_that_is_more_than_the_backbone_is_noticed(monkeypatch):
     )
 
 
-def test_quick_perplexity_restores_each_modules_mode():
+def test_scoring_restores_each_modules_mode():
     model, documents = tiny_llama(), random_documents([50, 20])
     expected = score(model, documents, window=16).total().perplexity
     model.train()
     model.model.layers[1].eval()  # frozen by the user
-    assert quick_perplexity(model, documents, window=16) == expected
+    assert score(model, documents, window=16).total().perplexity == expected
     assert model.training
     assert model.model.layers[0].training
     assert not model.model.layers[1].training
@@ -182,7 +182,7 @@ def test_quick_perplexity_restores_each_modules_mode():
 def test_mode_is_restored_after_an_error():
     model = tiny_llama().train()
     with pytest.raises(DataError, match="99"):
-        quick_perplexity(model, [TokenDocument("a", [1, 99, 2], 3)])
+        score(model, [TokenDocument("a", [1, 99, 2], 3)])
     assert model.training
 
 

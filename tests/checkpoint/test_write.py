@@ -6,27 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from headfold import cli
-from headfold.checkpoint.shards import resharded, shard_bytes
-from headfold.checkpoint.write import OutFile, OutTensor
+from headfold.checkpoint.write import OutFile, OutTensor, resharded
 from headfold.convert.run import convert_checkpoint
-from headfold.errors import UsageError
 from safetensors.torch import load_file
 from tiny import logits_of, tiny_model
 from transformers import AutoModelForCausalLM
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("2GiB", 2**31), ("1.5 kb", 1500), ("200", 200)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert shard_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-5GB", "0", "0.1", "1e9"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="no size"):
-        shard_bytes(text)
 
 
 def test_files_are_full_and_a_large_tensor_gets_one_of_its_own() -> None:
@@ -69,7 +53,7 @@ def test_the_option_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[
     tiny_model("llama", 4, 4).save_pretrained(tmp_path / "m")
     command = ("convert", str(tmp_path / "m"), "--groups", "2", "-o", str(tmp_path / "out"), "--max-shard-size")
     assert _run(*command, "much") == 2
-    assert "no size of a shard" in capfd.readouterr().err
+    assert "not a valid shard size" in capfd.readouterr().err
     assert _run(*command, "60KB", "--dry-run") == 0
     row = next(line for line in capfd.readouterr().out.splitlines() if "weight files" in line)
     assert not (tmp_path / "out").exists()

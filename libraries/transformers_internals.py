@@ -1,0 +1,125 @@
+"""Parts of transformers that headfold relies on although they are private (tested with 5.24).
+
+tests/libraries/test_transformers_internals.py fails if one of them changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter, WeightRenaming, rename_source_key
+
+
+def from_config(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Make a model with new weights, in the dtype of its config. The public way needs an Auto class that knows it."""
+    cls: Any = model_class
+    model: PreTrainedModel = cls._from_config(config)
+    return model
+
+
+def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:
+    """Find the parameter that the class's loader fills from each tensor on disk.
+
+    Tensors that are cut, stacked or permuted while they are loaded (experts, for example) are absent.
+    """
+    return {disk: name for disk, name, pattern in _renamed(model, disk_names) if pattern is None}
+
+
+def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Find the parameters whose rows, one after the other, the class's loader cuts out of one tensor on disk."""
+    cuts = {}
+    for transform in get_model_conversion_mapping(model):
+        operations = getattr(transform, "operations", [])
+        if len(operations) == 1 and isinstance(operations[0], Split) and operations[0].dim == 0:
+            cuts[transform.source_patterns[0]] = list(transform.target_patterns)
+    found = {}
+    for disk, name, pattern in _renamed(model, disk_names) if cuts else ():
+        if pattern in cuts:
+            first = cuts[pattern][0]
+            found[disk] = tuple(name.replace(first, target) for target in cuts[pattern])
+    return found
+
+
+def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:
+    """Yield the name on disk, the name in the class, and the pattern if the tensor is not only renamed."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    expected = model.state_dict()
+    for disk_name in disk_names:
+        name, pattern = rename_source_key(disk_name, renamings, converters, model.base_model_prefix, expected)
+        yield disk_name, name, pattern
+
+
+def generation_settings(usual: GenerationConfig, said: GenerationConfig) -> GenerationConfig:
+    """Join generation settings: ``said`` counts before ``usual``, and nothing comes from the model's config."""
+    # Made with this mark, the class leaves out what config.json says of other things.
+    both = GenerationConfig(**{**usual.to_diff_dict(), **said.to_diff_dict(), "_from_model_config": True})
+    both._from_model_config = False  # else transformers 4 asks the model's class once more when it loads this
+    return both
+
+
+def rotation_of(attention: nn.Module) -> Callable[..., Any] | None:
+    """The function with which an attention class rotates queries and keys; None if its module has none by that name."""
+    found: Callable[..., Any] | None = getattr(_module_of(attention), "apply_rotary_pos_emb", None)
+    return found
+
+
+def shift_tokens_right(model: Any, labels_BT: Tensor) -> Tensor:
+    """Turn labels into a decoder's input, for a class whose module has a function for it in place of a method.
+
+    Raises:
+        AttributeError, ValueError: there is no such function, or the config lacks a token that it needs.
+    """
+    config = model.config
+    shifted: Tensor = _module_of(model).shift_tokens_right(
+        labels_BT, config.pad_token_id, config.decoder_start_token_id
+    )
+    return shifted
+
+
+def _module_of(instance: nn.Module) -> Any:
+    return sys.modules[type(instance).__module__]
+
+
+# What follows reads the source text of attention classes: what they do without a weight of its own shows nowhere else.
+
+
+def mentions_rotation(attention: nn.Module) -> bool:
+    """Whether the code of an attention class has to do with rotary positions at all."""
+    cls: Any = type(attention)
+    return any(word in _code_of(cls) for word in ("rotary", "rope", "position_embeddings", "freqs"))
+
+
+def normalises_keys(attention: nn.Module) -> bool:
+    """Whether an attention class normalises anything, by a module, by a flag that is on, or by a function."""
+    code = re.sub(r"#.*", "", _code_of(type(attention).forward))
+    for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
+        own = word.removeprefix("self.")
+        found = getattr(attention, own.split(".")[0], None)
+        # a float is a mere factor, for example a scale called norm_factor
+        absent = word.startswith("self.") and (found in (None, False) or isinstance(found, float))
+        if not absent:
+            return True
+    return False
+
+
+def gates_behind_queries(attention: nn.Module) -> bool:
+    """Whether q_proj gives each head its query and, behind it, a gate of the same width (Qwen3-Next)."""
+    return _GATE_BEHIND_QUERIES.search(_code_of(type(attention).forward)) is not None
+
+
+_GATE_BEHIND_QUERIES = re.compile(r"q_proj\(hidden_states\)\.view\([^)]*head_dim \* 2\)")
+
+
+@cache  # a model has many layers of one class
+def _code_of(part: Any) -> str:
+    return inspect.getsource(part)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+from headfold.console import human_bytes, human_seconds, parse_bytes
+from headfold.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 500 * 10**6),
+        ("2GiB", 2**31),
+        ("1.5 kb", 1500),
+        ("200", 200),
+        ("24GB", 24 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("512m", 512 * 10**6),
+        ("100", 100),
+        (" 1 tib ", 2**40),
+        ("3B", 3),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text, "memory") == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "5 parsecs", "-5GB", "0", "0.1", "1e9", "24 bananas", "-3GB", "0GB", "12x", "iB", "1 i"]
+)
+def test_text_that_is_not_a_size_is_refused(text):
+    with pytest.raises(UsageError, match="is not a valid shard size"):
+        parse_bytes(text, "shard")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (-1536, "-1.50 KiB"),
+        (2.5 * 2**40, "2.50 TiB"),
+        (2**51, "2048.00 TiB"),
+    ],
+)
+def test_bytes_for_people(count, text):
+    assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (75, "1m15s"), (3700, "1h01m")])
+def test_seconds_for_people(seconds, text):
+    assert human_seconds(seconds) == text
