@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..console import info
 from ..convert.run import plan_conversion, run_plan
+from ..convert.settings import ConvertSettings
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report, read_results
+from ..eval.settings import EvalSettings
 from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
 from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.processes.launch import launch
-from ..uptrain.settings import FREE_ON_RESUME
+from ..uptrain.settings import FREE_ON_RESUME, UptrainSettings
+from ..working_folder import WorkingFolder
 from .schema import Recipe
 
 _RECIPE = "recipe.json"
@@ -88,36 +90,48 @@ def _done(step: str, folder: Path, name: str) -> bool:
 
 
 def _claim(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe into the folder, or check it against the one found there."""
-    file = folder / _RECIPE
-    wanted = recipe.model_dump(mode="json")
-    if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise UsageError(
-                f"{folder} is not empty, and `headfold run` did not make it.", "Choose another folder with -o."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-        return
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise UsageError(f"{file} is damaged.", "Choose another folder with -o, or remove this one.") from problem
-    other_comparison = found.get("eval") != wanted["eval"]
-    if (
-        other_comparison and not (folder / "report" / "results.json").exists()
-    ):  # no report yet, so its settings may change
-        found["eval"] = wanted["eval"]
-    if _comparable(found) != _comparable(wanted):
+    """Write the resolved recipe into the folder, or check it against the one found there.
+
+    Raises:
+        UsageError: the folder holds something else, or the steps of another recipe.
+    """
+    work = WorkingFolder(folder, recipe.model_dump(mode="json"), _RECIPE)
+    if work.is_foreign:
         raise UsageError(
-            f"{folder} belongs to another recipe (see {file}).",
+            f"{folder} is not empty, and `headfold run` did not make it.", "Choose another folder with -o."
+        )
+    try:
+        content = work.found()
+        found = None if content is None else _restored(content)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise UsageError(
+            f"{folder / _RECIPE} is damaged.", "Choose another folder with -o, or remove this one."
+        ) from problem
+    if found is None:
+        work.adopt()
+        return
+    other_comparison = found.eval != recipe.eval
+    if other_comparison and not (folder / "report" / "results.json").exists():  # no report yet, so it may change
+        found = found.model_copy(update={"eval": recipe.eval})
+    if _comparable(found) != _comparable(recipe):
+        raise UsageError(
+            f"{folder} belongs to another recipe (see {folder / _RECIPE}).",
             "Choose another folder with -o, or remove this one to start again.",
         )
     if other_comparison:
-        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        work.adopt()
 
 
-def _comparable(recipe: dict[str, Any]) -> dict[str, Any]:
+def _restored(content: dict[str, Any]) -> Recipe:
+    """Read a recipe that was written down resolved, by this release or the one before."""
+    return Recipe(
+        checkpoint=content["checkpoint"],
+        convert=ConvertSettings.restored(content["convert"]),
+        uptrain=UptrainSettings.restored(content["uptrain"]),
+        eval=EvalSettings.restored(content["eval"]),
+    )
+
+
+def _comparable(recipe: Recipe) -> dict[str, Any]:
     """Drop the settings that do not change the result."""
-    uptraining = {name: value for name, value in recipe.get("uptrain", {}).items() if name not in FREE_ON_RESUME}
-    return {**recipe, "uptrain": uptraining}
+    return recipe.model_dump(mode="json", exclude={"uptrain": set(FREE_ON_RESUME)})

@@ -30,9 +30,9 @@ class Recipe(Settings):
     @classmethod
     def _calibrate_as_it_trains(cls, content: Any) -> Any:
         """Calibrate at the length that the model trains at, unless the recipe says otherwise."""
-        convert, uptrain = (
-            (content.get(name) for name in ("convert", "uptrain")) if isinstance(content, dict) else 2 * (None,)
-        )
+        if not isinstance(content, dict):
+            return content
+        convert, uptrain = content.get("convert"), content.get("uptrain")
         if not isinstance(convert, dict) or not isinstance(uptrain, dict) or not convert.get("calibration"):
             return content
         length = uptrain.get("sequence_length", uptrain.get("block"))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from headfold.errors import UsageError
-from headfold.recipes.run import run_recipe
+from headfold.recipes.run import _claim, run_recipe
 from headfold.recipes.schema import Recipe
 
 
@@ -83,3 +83,18 @@ def test_a_folder_with_something_else_in_it_is_refused(recipe, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match="did not make it"):
         run_recipe(recipe, tmp_path)
+
+
+def test_a_folder_of_the_last_release_is_recognised(recipe, tmp_path):
+    """It wrote `block`, `clip` and `keep`."""
+    content = recipe.model_dump(mode="json")
+    renamed = {"sequence_length": "block", "max_grad_norm": "clip", "save_total_limit": "keep"}
+    content["uptrain"] = {renamed.get(name, name): value for name, value in content["uptrain"].items()}
+    content["convert"] = {name: content["convert"][name] for name in ("groups", "method", "calibration", "refine")}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "recipe.json").write_text(json.dumps(content))
+    _claim(recipe, tmp_path / "out")
+    content["uptrain"]["block"] += 1
+    (tmp_path / "out" / "recipe.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="another recipe"):
+        _claim(recipe, tmp_path / "out")
