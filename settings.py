@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from .corpus import Columns
@@ -16,6 +16,9 @@ from .spans import MEAN_SPAN, NOISE_DENSITY
 
 RARE = "Rarely needed"
 """Last group of options in ``--help``."""
+
+
+_RESTORED = "restored from a dump"
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ class Settings(BaseModel):
     """Combinations to refuse: whoever gives an option expects something of it."""
 
     @model_validator(mode="after")
-    def _refuse_given_fields_without_effect(self) -> Any:
-        self.refuse_without_effect(self.model_fields_set)
+    def _refuse_given_fields_without_effect(self, info: ValidationInfo) -> Any:
+        if info.context != _RESTORED:
+            self.refuse_without_effect(self.model_fields_set)
         return self
 
     def refuse_without_effect(self, given: Collection[str]) -> None:
@@ -101,14 +105,8 @@ class Settings(BaseModel):
 
     @classmethod
     def restored(cls, values: dict[str, Any]) -> Self:
-        """Make settings from a complete dump, in which every field stands whether it was given or not."""
-        fields = cls.model_fields
-        changed = {
-            name: value
-            for name, value in values.items()
-            if name not in fields or value != fields[name].get_default(call_default_factory=True)
-        }
-        return cls(**changed)
+        """Make settings from a dump. Every field stands there, given or not, so none is refused for its effect."""
+        return cls.model_validate(values, context=_RESTORED)
 
 
 def marks(annotation: Any) -> Iterator[Any]:

@@ -177,3 +177,11 @@ def test_calibration_of_a_recipe_follows_its_training(tmp_path):
     assert load_recipe(file).convert.sequence_length == 64
     file.write_text(text.replace("calibration: stdlib%s", "method: mean"))
     assert load_recipe(file).convert.sequence_length == 512
+
+
+def test_a_dump_is_restored_although_it_names_fields_without_effect():
+    settings = UptrainSettings(steps=1, teacher=None)
+    assert UptrainSettings.restored(settings.model_dump(mode="json")) == settings
+    old = {**settings.model_dump(mode="json"), "block": 64}
+    del old["sequence_length"]
+    assert UptrainSettings.restored(old).sequence_length == 64
