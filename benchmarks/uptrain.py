@@ -152,7 +152,7 @@ def now() -> float:
 def run_ours(options: argparse.Namespace) -> dict[str, float]:
     """The run that `headfold uptrain` makes, fed with prepared batches."""
     from headfold.uptrain.estimate.cost import Shape, flops_per_token
-    from headfold.uptrain.loop import open_run
+    from headfold.uptrain.training.loop import open_run
     from headfold.uptrain.processes.devices import peak_flops
     from headfold.uptrain.settings import UptrainSettings
 

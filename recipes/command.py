@@ -71,7 +71,7 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
     """Print the recipe and the plan of each step. The uptraining's teacher is the source itself."""
     import yaml
 
-    from ..uptrain.estimate.dryrun import look_ahead
+    from ..uptrain.dry_run import look_ahead
     from ..uptrain.processes.launch import Layout, find_launch, read_layout
     from .plan import conversion_rows, evaluation_rows
     from .run import refuse_absent_text

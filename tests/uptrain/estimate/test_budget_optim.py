@@ -9,8 +9,8 @@ from headfold.checkpoint.source import Checkpoint
 from headfold.errors import UsageError
 from headfold.uptrain.estimate.budget import plan_budget
 from headfold.uptrain.estimate.pretraining import known_pretraining, resolve_pretraining
-from headfold.uptrain.optim import freeze_the_rest, make_optimizer, make_schedule
 from headfold.uptrain.settings import UptrainSettings
+from headfold.uptrain.training.optim import freeze_the_rest, make_optimizer, make_schedule
 from tiny import tiny_model
 
 

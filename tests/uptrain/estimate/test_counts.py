@@ -9,13 +9,13 @@ import pytest
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.checkpoint.record import last_entry
 from headfold.corpus import Columns
-from headfold.uptrain import loop
+from headfold.uptrain import dry_run as dryrun
 from headfold.uptrain.data.mixture import Mixture, open_mixture
 from headfold.uptrain.data.objective import Pairs
-from headfold.uptrain.estimate import dryrun
 from headfold.uptrain.estimate.cost import Shape, flops_per_token
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.processes.launch import Layout
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics
 
 _PEAK = 1e9

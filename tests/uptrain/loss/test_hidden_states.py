@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
 from headfold.uptrain.loss.hidden_states import LayerOutputs, layer_distance, refuse_unlike_layers
 from headfold.uptrain.loss.token_losses import TrainingLoss
 from headfold.uptrain.models.teacher import Teacher
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 from tiny import tiny_model

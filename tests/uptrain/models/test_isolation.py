@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
 from headfold.uptrain.data.batches import PackedBatch
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.loss.chunked import teach_in_chunks
 from headfold.uptrain.models import teacher
 from headfold.uptrain.models.isolation import refuse_leaks
-from headfold.uptrain.optim import make_optimizer
-from headfold.uptrain.step import Stepper
+from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.training.optim import make_optimizer
+from headfold.uptrain.training.step import Stepper
 from runs import OneProcess
 from tiny import tiny_model
 

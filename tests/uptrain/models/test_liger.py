@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.models.liger import apply_liger, refuse_liger
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
 
 
 @pytest.fixture

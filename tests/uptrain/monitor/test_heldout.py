@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.monitor.heldout import recovered_share
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics
 
 

@@ -8,9 +8,9 @@ import signal
 import pytest
 import torch
 from headfold.errors import Interrupted
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.monitor import heldout as watch
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 
 
@@ -54,7 +54,7 @@ def test_gq086_a_long_step_is_given_up_and_done_again(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Stepper, "_sums", signalled)
-        patch.setattr("headfold.uptrain.step._PATIENCE_SECONDS", 0.0)
+        patch.setattr("headfold.uptrain.training.step._PATIENCE_SECONDS", 0.0)
         with pytest.raises(Interrupted, match=f"at step {at} of 12; {'saved' if at else 'there was nothing to save'}"):
             uptrain_checkpoint(tiny_checkpoint, out, wanted)
     assert len(seen) == 2 * at + 1

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError, UsageError
-from .settings import UptrainSettings
+from ...errors import UnsupportedError, UsageError
+from ..settings import UptrainSettings
 
 _DECAY_SHARE = 0.2  # of a warmup-stable-decay run
 # What mean squared gradients and weights are held up to. PyTorch's own first one, 1.2e-7, is far above the gradients of

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.errors import HeadfoldError, Interrupted, TrainingError
-from headfold.uptrain import loop, state
-from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.step import SpikeGuard
+from headfold.uptrain import state
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.training.step import SpikeGuard
 from safetensors.torch import load_file
 
 

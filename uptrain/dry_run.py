@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.load import load_tokenizer
-from ...checkpoint.source import Checkpoint
-from ...console import human_bytes, human_seconds, info
-from ...corpus import HELDOUT, is_local, open_corpus
-from ...errors import HeadfoldError
-from ..data.mixture import name_of, open_mixture
-from ..data.objective import choose_objective, refuse_meaningless
-from ..loss.hidden_states import LayerOutputs, refuse_unlike_layers
-from ..models.student import refuse_long_blocks
-from ..models.teacher import converted_from, other_vocabulary
-from ..optim import freeze_the_rest, refuse_untried
-from ..processes.devices import has_fast_bf16, memory_bytes
-from ..processes.launch import Layout
-from ..settings import UptrainSettings
-from .budget import plan_budget, refuse_uneven
-from .cost import Shape, estimate_cost, on_paper, refuse_what_cannot_fit
-from .pretraining import resolve_pretraining
+from ..checkpoint.load import load_tokenizer
+from ..checkpoint.source import Checkpoint
+from ..console import human_bytes, human_seconds, info
+from ..corpus import HELDOUT, is_local, open_corpus
+from ..errors import HeadfoldError
+from .data.mixture import name_of, open_mixture
+from .data.objective import choose_objective, refuse_meaningless
+from .estimate.budget import plan_budget, refuse_uneven
+from .estimate.cost import Shape, estimate_cost, on_paper, refuse_what_cannot_fit
+from .estimate.pretraining import resolve_pretraining
+from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
+from .models.student import refuse_long_blocks
+from .models.teacher import converted_from, other_vocabulary
+from .processes.devices import has_fast_bf16, memory_bytes
+from .processes.launch import Layout
+from .settings import UptrainSettings
+from .training.optim import freeze_the_rest, refuse_untried
 
 _MEASURED_STEPS = 10
 _FLOAT32 = 4
@@ -153,7 +153,7 @@ def measure(
 
     The first two steps are left out of the time: memory is claimed and kernels are chosen there.
     """
-    from ..loop import open_run
+    from .training.loop import open_run
 
     with tempfile.TemporaryDirectory() as name:
         quiet = settings.model_copy(update={"tracker": ("none",), "eval_data": None})

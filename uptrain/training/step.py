@@ -17,15 +17,15 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import TrainingError
-from .data.batches import TrainingBatch
-from .estimate.budget import refuse_uneven
-from .loss.chunked import Lesson
-from .loss.token_losses import LossSums, TrainingLoss
-from .models.teacher import Teacher
+from ...errors import TrainingError
+from ..data.batches import TrainingBatch
+from ..estimate.budget import refuse_uneven
+from ..loss.chunked import Lesson
+from ..loss.token_losses import LossSums, TrainingLoss
+from ..models.teacher import Teacher
+from ..processes.devices import StopRequested, anyone
+from ..settings import UptrainSettings
 from .optim import set_learning_rate
-from .processes.devices import StopRequested, anyone
-from .settings import UptrainSettings
 
 
 @dataclass(frozen=True)

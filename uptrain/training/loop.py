@@ -12,33 +12,33 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..checkpoint.backbone import is_encoder_decoder
-from ..checkpoint.load import load_tokenizer
-from ..checkpoint.publish import refuse_occupied, refuse_overlap
-from ..checkpoint.source import Checkpoint
-from ..console import info
-from ..errors import Interrupted, TrainingError
-from .data.mixture import Mixture, Part, describe, open_mixture
-from .data.objective import TrainingObjective, choose_objective
-from .estimate.budget import Budget, plan_budget, refuse_other_than_one
-from .estimate.cost import Shape, flops_per_token
-from .estimate.pretraining import resolve_pretraining
-from .loss.chunked import teach_in_chunks
-from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
-from .models.dropout import keep_all_layers, set_dropout
-from .models.export import whole_weights, write_trained
-from .models.isolation import refuse_leaks
-from .models.liger import apply_liger, refuse_liger
-from .models.student import build_student, refuse_long_blocks, speed_up
-from .models.teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
-from .monitor.heldout import Follower, HeldoutText, open_heldout
-from .monitor.metrics import Clock, Metrics, say_progress
-from .monitor.trackers import chosen_trackers, logs_folder
+from ...checkpoint.backbone import is_encoder_decoder
+from ...checkpoint.load import load_tokenizer
+from ...checkpoint.publish import refuse_occupied, refuse_overlap
+from ...checkpoint.source import Checkpoint
+from ...console import info
+from ...errors import Interrupted, TrainingError
+from ..data.mixture import Mixture, Part, describe, open_mixture
+from ..data.objective import TrainingObjective, choose_objective
+from ..estimate.budget import Budget, plan_budget, refuse_other_than_one
+from ..estimate.cost import Shape, flops_per_token
+from ..estimate.pretraining import resolve_pretraining
+from ..loss.chunked import teach_in_chunks
+from ..loss.hidden_states import LayerOutputs, refuse_unlike_layers
+from ..models.dropout import keep_all_layers, set_dropout
+from ..models.export import whole_weights, write_trained
+from ..models.isolation import refuse_leaks
+from ..models.liger import apply_liger, refuse_liger
+from ..models.student import build_student, refuse_long_blocks, speed_up
+from ..models.teacher import Teacher, converted_from, digest_of, load_teacher, resolve_teacher
+from ..monitor.heldout import Follower, HeldoutText, open_heldout
+from ..monitor.metrics import Clock, Metrics, say_progress
+from ..monitor.trackers import chosen_trackers, logs_folder
+from ..processes.devices import StopRequested, anyone, make_accelerator, peak_flops
+from ..processes.signals import StopRequest, stop_on_signal
+from ..settings import Resume, UptrainSettings
+from ..state import Progress, Saves
 from .optim import freeze_the_rest, make_optimizer, make_schedule, refuse_untried
-from .processes.devices import StopRequested, anyone, make_accelerator, peak_flops
-from .processes.signals import StopRequest, stop_on_signal
-from .settings import Resume, UptrainSettings
-from .state import Progress, Saves
 from .step import SpikeGuard, Stepper, StepResult
 
 

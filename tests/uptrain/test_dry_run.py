@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from headfold.errors import HeadfoldError, UsageError
+from headfold.uptrain.dry_run import look_ahead, measure
 from headfold.uptrain.estimate.cost import Shape, estimate_cost, on_paper
-from headfold.uptrain.estimate.dryrun import look_ahead, measure
 from headfold.uptrain.processes.launch import Layout
 from headfold.uptrain.settings import UptrainSettings
 
@@ -133,7 +133,7 @@ def test_what_a_run_computes_in_is_what_is_counted(
     given, layout, gpu, amx, expected, teacher_bytes, tiny_checkpoint, settings, monkeypatch
 ):
     """The teacher, bf16 on disk, is float32 on a CPU without bf16; activations in bf16 are three quarters as large."""
-    from headfold.uptrain.estimate import dryrun
+    from headfold.uptrain import dry_run as dryrun
 
     monkeypatch.setattr(dryrun.torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(dryrun, "has_fast_bf16", lambda cpu: amx if cpu else gpu)
@@ -175,7 +175,7 @@ def test_what_a_run_refuses_is_refused_before_it(which, given, layout, why, sett
 
 
 def test_adafactor_is_refused_under_fsdp_before_a_model_is_read(tiny_t5, settings, tmp_path, monkeypatch):
-    from headfold.uptrain import loop
+    from headfold.uptrain.training import loop
 
     real, sharded = loop.make_accelerator, []
 

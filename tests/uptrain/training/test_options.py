@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from headfold.errors import UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 

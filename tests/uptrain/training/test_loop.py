@@ -6,8 +6,8 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.errors import HeadfoldError, TrainingError, UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.training import loop
+from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 

@@ -15,12 +15,12 @@ from headfold.spans import SpanCorruption
 from headfold.uptrain.data.batches import PairBatch
 from headfold.uptrain.data.mixture import Mixture, MixturePosition, Part
 from headfold.uptrain.data.objective import Pairs, Spans
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
 from headfold.uptrain.loss.head import Split
 from headfold.uptrain.loss.token_losses import TrainingLoss
-from headfold.uptrain.optim import make_optimizer
-from headfold.uptrain.step import Stepper
+from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.training.optim import make_optimizer
+from headfold.uptrain.training.step import Stepper
 from runs import OneProcess, metrics, same, weights
 from tiny import randomise, tiny_config
 from transformers import AutoModelForSeq2SeqLM, MBart50Tokenizer, MBartTokenizer
@@ -269,7 +269,7 @@ def test_a_t5_learns_pairs_of_columns(spanned, tiny_t5, pairs_file, tmp_path):
 
 @pytest.mark.parametrize(("train", "changed"), [("attention", True), ("kv", False)])
 def test_train_names_the_attention_of_t5(train, changed, tiny_t5):
-    from headfold.uptrain.optim import freeze_the_rest
+    from headfold.uptrain.training.optim import freeze_the_rest
 
     model = load_language_model(tiny_t5)
     freeze_the_rest(model, train)

@@ -1,0 +1,1 @@
+"""The training run: opened, prepared, and stepped through."""
