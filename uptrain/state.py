@@ -42,7 +42,7 @@ class Progress:
     adjusted: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Saves:
+class TrainingSaves:
     """The folder ``OUT.training`` beside the output: numbered saves, and the metrics so far.
 
     Args:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from headfold.errors import HeadfoldError, UsageError
-from headfold.uptrain.dry_run import look_ahead, measure
-from headfold.uptrain.estimate.cost import Shape, estimate_cost, on_paper
+from headfold.uptrain.dry_run import estimate_run, measure
+from headfold.uptrain.estimate.cost import ModelSize, estimate_cost, model_without_weights
 from headfold.uptrain.processes.launch import Layout
 from headfold.uptrain.settings import UptrainSettings
 
 
 def test_operations_and_memory_of_a_known_model():
     """Llama-2-7B: 6.74 G parameters, 16 bytes each for weights, gradient and moments, 2 more for a copy in bf16."""
-    llama = Shape(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
+    llama = ModelSize(6_738_415_616, 6_738_415_616, 131_072_000, 32, 4096, 11008, 32000)
     settings = UptrainSettings(sequence_length=4096, micro_batch=1, gradient_checkpointing=True)
     alone = estimate_cost(settings, 10**9, llama, llama, bf16=True)
     multiplied = 6_738_415_616 - 131_072_000
@@ -61,7 +61,7 @@ def test_activations_are_what_autograd_keeps(model_type, bf16):
         states = backbone(**inputs, use_cache=False).last_hidden_state
         found = sum(kept.values())
         del states
-    shape = Shape.of(model)
+    shape = ModelSize.of(model, encoder_decoder=pair)
     wanted = UptrainSettings(sequence_length=64, micro_batch=4, target_column="answer" if pair else None)
     plan = estimate_cost(wanted, 1, shape, bf16=bf16)
     head = shape.vocabulary * shape.hidden
@@ -84,7 +84,7 @@ def test_what_is_multiplied_and_what_is_looked_up(kind, embeddings):
     source = 2 * (width**2 + width)  # keys and values of what was read
     read = 2 * (attention + feed_forward + 2 * norm) + 2 * source
     written = 2 * (2 * attention + feed_forward + 3 * norm) - 2 * source + head
-    shape = Shape.of(model)
+    shape = ModelSize.of(model, encoder_decoder=True)
     assert sum(one.numel() for one in model.parameters()) == shape.parameters
     assert shape.looked_up == (embeddings - 1) * head + 2 * 40 * width
     assert (shape.written, shape.per_token(1.0)) == (written, read + written)
@@ -95,12 +95,12 @@ def test_positions_of_a_decoder_are_looked_up_too():
     from tiny import tiny_model
 
     gpt2 = tiny_model("gpt2", n_positions=40)
-    assert Shape.of(gpt2).looked_up == gpt2.transformer.wpe.weight.numel() == 40 * 64
+    assert ModelSize.of(gpt2, encoder_decoder=False).looked_up == gpt2.transformer.wpe.weight.numel() == 40 * 64
 
 
 def test_hidden_states_stand_in_memory_for_what_is_written(tiny_t5):
     """Those of the two decoder layers at 114 targets for 512 tokens read, against those of a decoder for all 512."""
-    shape = Shape.of(on_paper(tiny_t5)[0])
+    shape = ModelSize.of(model_without_weights(tiny_t5)[0], encoder_decoder=True)
     wanted = UptrainSettings(sequence_length=512, micro_batch=2, hidden_weight=1.0)
     assert estimate_cost(wanted, 1, shape, shape).memory["hidden states"] == 2 * 2 * 114 * 32 * 4
     pairs = wanted.model_copy(update={"target_column": "answer"})
@@ -108,12 +108,15 @@ def test_hidden_states_stand_in_memory_for_what_is_written(tiny_t5):
 
 
 def test_a_plan_that_cannot_fit_is_refused(tiny_checkpoint, settings):
-    rows = dict(look_ahead(tiny_checkpoint, settings(), Layout()))
+    rows = dict(estimate_run(tiny_checkpoint, settings(), Layout()))
     assert rows["tokens"] == "768"
     assert rows["teacher"] == "none"
-    assert int(rows["parameters"].replace(",", "")) == Shape.of(on_paper(tiny_checkpoint)[0]).parameters
+    assert (
+        int(rows["parameters"].replace(",", ""))
+        == ModelSize.of(model_without_weights(tiny_checkpoint)[0], encoder_decoder=False).parameters
+    )
     with pytest.raises(HeadfoldError, match=r"needs about .* GiB on each device, and a device has 0\.0 GiB"):
-        look_ahead(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
+        estimate_run(tiny_checkpoint, settings(), Layout(), device_bytes=10_000)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +136,19 @@ def test_what_a_run_computes_in_is_what_is_counted(
     given, layout, gpu, amx, expected, teacher_bytes, tiny_checkpoint, settings, monkeypatch
 ):
     """The teacher, bf16 on disk, is float32 on a CPU without bf16; activations in bf16 are three quarters as large."""
-    from headfold.uptrain import dry_run as dryrun
+    from headfold.uptrain import dry_run
 
-    monkeypatch.setattr(dryrun.torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(dryrun, "has_fast_bf16", lambda cpu: amx if cpu else gpu)
-    monkeypatch.setattr(dryrun, "memory_bytes", lambda device: 10**12)
+    monkeypatch.setattr(dry_run.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(dry_run, "has_fast_bf16", lambda cpu: amx if cpu else gpu)
+    monkeypatch.setattr(dry_run, "memory_bytes", lambda device: 10**12)
     plans = []
     monkeypatch.setattr(
-        dryrun, "estimate_cost", lambda *a, **named: plans.append(estimate_cost(*a, **named)) or plans[-1]
+        dry_run, "estimate_cost", lambda *a, **named: plans.append(estimate_cost(*a, **named)) or plans[-1]
     )
     wanted = settings(**{"precision": "auto", "batch": 8, "teacher": str(tiny_checkpoint), **given})
-    rows = dict(look_ahead(tiny_checkpoint, wanted, layout))
+    rows = dict(estimate_run(tiny_checkpoint, wanted, layout))
     assert rows["forward pass in"] == expected
-    shape = Shape.of(on_paper(tiny_checkpoint)[0])
+    shape = ModelSize.of(model_without_weights(tiny_checkpoint)[0], encoder_decoder=False)
     assert plans[0].memory["teacher"] == teacher_bytes * shape.parameters // (8 if layout.sharded else 1)
     per_number = plans[0].memory["activations"] / ((12 * shape.hidden + 5 * shape.inner) * shape.layers)
     blocks = 1 if layout.processes == 8 else 2
@@ -153,8 +156,8 @@ def test_what_a_run_computes_in_is_what_is_counted(
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_before_the_run(tiny_checkpoint, settings):
-    with pytest.raises(UsageError, match="batch of 4 blocks cannot be shared evenly by 8"):
-        look_ahead(tiny_checkpoint, settings(), Layout(8, True))
+    with pytest.raises(UsageError, match="batch of 4 sequences cannot be shared evenly by 8"):
+        estimate_run(tiny_checkpoint, settings(), Layout(8, True))
 
 
 @pytest.mark.parametrize(
@@ -170,32 +173,32 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_before_the_run(tiny_
 def test_what_a_run_refuses_is_refused_before_it(which, given, layout, why, settings, request):
     checkpoint = request.getfixturevalue(which)
     with pytest.raises(HeadfoldError, match=why):
-        look_ahead(checkpoint, settings(**given), layout)
-    assert look_ahead(checkpoint, settings(), layout)
+        estimate_run(checkpoint, settings(**given), layout)
+    assert estimate_run(checkpoint, settings(), layout)
 
 
 def test_adafactor_is_refused_under_fsdp_before_a_model_is_read(tiny_t5, settings, tmp_path, monkeypatch):
-    from headfold.uptrain.training import loop
+    from headfold.uptrain.training import opening
 
-    real, sharded = loop.make_accelerator, []
+    real, sharded = opening.make_accelerator, []
 
     def accelerate(*arguments):
         monkeypatch.setattr(type(made := real(*arguments)), "is_fsdp2", bool(sharded), raising=True)
         return made
 
-    monkeypatch.setattr(loop, "make_accelerator", accelerate)
+    monkeypatch.setattr(opening, "make_accelerator", accelerate)
     wanted = settings(optimizer="adafactor")
-    assert loop.open_run(tiny_t5, tmp_path / "out", wanted)
+    assert opening.open_run(tiny_t5, tmp_path / "out", wanted)
     sharded.append(True)
-    monkeypatch.setattr(loop, "build_student", lambda *arguments: pytest.fail("read"))
+    monkeypatch.setattr(opening, "build_student", lambda *arguments: pytest.fail("read"))
     with pytest.raises(HeadfoldError, match="Adafactor was not tried"):
-        loop.open_run(tiny_t5, tmp_path / "out", wanted)
+        opening.open_run(tiny_t5, tmp_path / "out", wanted)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_config_the_budget_is_still_told(settings, capfd):
     wanted = settings(steps=None, fraction=0.5, pretraining_tokens=1000, batch=8)
-    rows = dict(look_ahead("some/nowhere", wanted, Layout(8, True)))
+    rows = dict(estimate_run("some/nowhere", wanted, Layout(8, True)))
     assert rows == {"tokens": "512", "steps": "4", "tokens per step": "128", "processes": "8, weights shared (FSDP2)"}
     assert "no config.json" in capfd.readouterr().err
 
@@ -219,12 +222,12 @@ def test_ten_steps_are_measured_and_nothing_is_left(tiny_checkpoint, settings, t
 )
 def test_a_dry_run_refuses_text_that_is_not_there(given, message, tiny_checkpoint, settings):
     with pytest.raises(UsageError, match=message):
-        look_ahead(tiny_checkpoint, settings(**given), Layout())
+        estimate_run(tiny_checkpoint, settings(**given), Layout())
 
 
 def test_a_dry_run_leaves_the_hub_alone(tiny_checkpoint, settings):
     """It is for planning; and the network is blocked here, so that asking would fail."""
-    rows = dict(look_ahead(tiny_checkpoint, settings(data="some/corpus", eval_data="some/corpus"), Layout()))
+    rows = dict(estimate_run(tiny_checkpoint, settings(data="some/corpus", eval_data="some/corpus"), Layout()))
     assert rows["steps"] == "12"
 
 
@@ -234,12 +237,12 @@ def test_a_dry_run_refuses_a_tokenizer_without_sentinels(tiny_t5, tiny_checkpoin
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(tiny_t5 / "config.json", bare)
-    assert look_ahead(bare, settings(), Layout())  # a config alone will do
+    assert estimate_run(bare, settings(), Layout())  # a config alone will do
     for file in tiny_checkpoint.glob("tokenizer*"):
         shutil.copy(file, bare)
     with pytest.raises(HeadfoldError, match="sentinel"):
-        look_ahead(bare, settings(), Layout())
-    assert look_ahead(tiny_t5, settings(), Layout())
+        estimate_run(bare, settings(), Layout())
+    assert estimate_run(tiny_t5, settings(), Layout())
 
 
 def test_a_dry_run_refuses_a_teacher_with_other_layers(tiny_checkpoint, settings, tmp_path):
@@ -251,15 +254,15 @@ def test_a_dry_run_refuses_a_teacher_with_other_layers(tiny_checkpoint, settings
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     alike = settings(teacher=str(tiny_checkpoint), hidden_weight=1.0)
-    assert look_ahead(tiny_checkpoint, alike, Layout())
+    assert estimate_run(tiny_checkpoint, alike, Layout())
     with pytest.raises(UsageError, match="hidden states cannot be compared"):
-        look_ahead(tiny_checkpoint, alike.model_copy(update={"teacher": str(teacher)}), Layout())
+        estimate_run(tiny_checkpoint, alike.model_copy(update={"teacher": str(teacher)}), Layout())
 
 
 def test_a_dry_run_refuses_a_checkpoint_that_is_not_there_and_lets_the_hub_be_away(settings, tmp_path):
     with pytest.raises(UsageError):
-        look_ahead(tmp_path / "typo", settings(), Layout())
-    assert look_ahead("some/model", settings(), Layout())
+        estimate_run(tmp_path / "typo", settings(), Layout())
+    assert estimate_run("some/model", settings(), Layout())
 
 
 def test_a_dry_run_refuses_a_teacher_of_another_vocabulary(tiny_checkpoint, settings, tmp_path):
@@ -271,4 +274,4 @@ def test_a_dry_run_refuses_a_teacher_of_another_vocabulary(tiny_checkpoint, sett
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(UsageError, match="another vocabulary"):
-        look_ahead(tiny_checkpoint, settings(teacher=str(teacher)), Layout())
+        estimate_run(tiny_checkpoint, settings(teacher=str(teacher)), Layout())

@@ -1,65 +1,28 @@
-"""Which weights are trained, the optimizer, with decay on matrices only, and the learning rate by step."""
+"""The optimizer, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import UnsupportedError, UsageError
 from ..settings import UptrainSettings
 
-_DECAY_SHARE = 0.2  # of a warmup-stable-decay run
-# What mean squared gradients and weights are held up to. PyTorch's own first one, 1.2e-7, is far above the gradients of
-# a large model; with the paper's 1e-30 rows without a gradient become NaN in float32. The second is the paper's.
+_DECAY_SHARE = 0.2  # of the steps of a warmup-stable-decay run
+# Lower limits of mean squared gradients and of weights. PyTorch's default for the first, 1.2e-7, is far above the
+# gradients of a large model. With the paper's 1e-30, rows without a gradient become NaN in float32. The second is the
+# paper's.
 _ADAFACTOR_FLOORS = (1e-16, 1e-3)
-_ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_attn|SelfAttention|EncDecAttention)\.")
-_TRAINED = {
-    "all": re.compile(""),
-    "attention": _ATTENTION,
-    "kv": re.compile(_ATTENTION.pattern + r"(.*\.)?(k|v|kv|key|value|key_value)_?(proj|projection|norm|layernorm)?\."),
-}
-
-
-def freeze_the_rest(model: nn.Module, train: str) -> None:
-    """Leave only the weights of ``train`` trainable: ``all``, ``attention``, or ``kv`` (keys and values).
-
-    Raises:
-        UsageError: the class has no weights of that kind, for example keys and values fused with queries.
-    """
-    wanted = _TRAINED[train]
-    found = False
-    for name, parameter in model.named_parameters():
-        trained = wanted.search(f".{name}") is not None
-        parameter.requires_grad_(trained)
-        found |= trained and parameter.ndim >= 2  # a norm of keys alone is not what was meant
-    if not found:
-        raise UsageError(
-            f"{type(model).__name__} has no weights that `--train {train}` means.", "Take --train attention, or all."
-        )
-
-
-def refuse_untried(settings: UptrainSettings, sharded: bool) -> None:
-    """Raise for an optimizer that was not tried on weights that processes share (FSDP).
-
-    Raises:
-        UnsupportedError: it is Adafactor.
-    """
-    if sharded and settings.optimizer == "adafactor":
-        raise UnsupportedError(
-            "Adafactor was not tried on weights that processes share (FSDP).", "Take --optimizer adamw, or DDP."
-        )
 
 
 def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or Adafactor (Shazeer & Stern 2018, arXiv 1804.04235).
+    """Make AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or Adafactor (Shazeer & Stern 2018, arXiv 1804.04235).
 
-    Norms and biases are not decayed. Adafactor's learning rate is relative to the root mean square of a weight, and
-    falls with 1/√step at the latest, as T5 was trained with it.
+    Norms and biases are not decayed. Adafactor's learning rate is relative to the root mean square of a weight, and is
+    at most 1/√step, as in the training of T5.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
@@ -77,7 +40,8 @@ def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.O
     )
 
 
-# How much of the way from the peak to the final learning rate is left: of the share of steps done after warm-up.
+# From the share of the steps after warm-up that are done, to the share of the way from the peak to the final learning
+# rate that is left.
 _FALLS: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
@@ -87,11 +51,11 @@ _FALLS: dict[str, Callable[[float], float]] = {
 
 
 def make_schedule(settings: UptrainSettings, steps: int) -> Callable[[int], float]:
-    """Learning rate of step 0, 1, …, ``steps`` − 1.
+    """Make the function from a step (0, 1, …, ``steps`` − 1) to its learning rate.
 
-    A function of the step alone, so it neither needs saving nor depends on the number of processes. It rises to the
-    peak in equal steps, and the last step has ``final_learning_rate`` × the peak exactly (``constant`` stays there).
-    Warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, §4.2, with a linear decay.
+    It depends on the step alone, so it need not be saved and is the same for any number of processes. The rate rises to
+    the peak in equal steps, and the last step has exactly ``final_learning_rate`` × the peak (``constant`` stays at the
+    peak). Warmup-stable-decay is that of Hu et al. 2024, arXiv 2404.06395, §4.2, with a linear decay.
     """
     warmup = max(1, round(settings.warmup * steps))
     fall, floor = _FALLS[settings.schedule], settings.final_learning_rate

@@ -9,8 +9,9 @@ from headfold.checkpoint.source import Checkpoint
 from headfold.errors import UsageError
 from headfold.uptrain.estimate.budget import plan_budget
 from headfold.uptrain.estimate.pretraining import known_pretraining, resolve_pretraining
+from headfold.uptrain.models.student import freeze_other_weights
 from headfold.uptrain.settings import UptrainSettings
-from headfold.uptrain.training.optim import freeze_the_rest, make_optimizer, make_schedule
+from headfold.uptrain.training.optim import make_optimizer, make_schedule
 from tiny import tiny_model
 
 
@@ -78,7 +79,7 @@ def test_norms_and_biases_are_not_decayed():
 )
 def test_only_the_chosen_weights_are_trained(train, trained):
     model = tiny_model("qwen3")
-    freeze_the_rest(model, train)
+    freeze_other_weights(model, train)
     kinds = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained <= kinds
     assert train == "all" or trained == kinds
@@ -88,7 +89,7 @@ def test_only_the_chosen_weights_are_trained(train, trained):
 
 def test_keys_and_values_that_are_fused_with_queries_cannot_be_trained_alone():
     with pytest.raises(UsageError, match="no weights that `--train kv` means"):
-        freeze_the_rest(tiny_model("phi3"), "kv")
+        freeze_other_weights(tiny_model("phi3"), "kv")
 
 
 @pytest.mark.parametrize(

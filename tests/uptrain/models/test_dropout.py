@@ -7,7 +7,7 @@ import torch
 from headfold import convert_checkpoint
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.uptrain.models.dropout import keep_all_layers, set_dropout
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from tiny import tiny_model, tiny_pair
 
 IDS = torch.arange(5, 29)[None]

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
 from headfold.uptrain.data.batches import PackedBatch
-from headfold.uptrain.loss.chunked import teach_in_chunks
+from headfold.uptrain.loss.chunked import attach_chunked_loss
 from headfold.uptrain.models import teacher
 from headfold.uptrain.models.isolation import refuse_leaks
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.training.optim import make_optimizer
 from headfold.uptrain.training.step import Stepper
 from runs import OneProcess
@@ -43,7 +43,7 @@ def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     model, plain = tiny_model("llama"), tiny_model("llama")
     optimizer = make_optimizer(model, wanted)
     optimizer.zero_grad = lambda: None
-    teach_in_chunks(model)
+    attach_chunked_loss(model)
     batch = PackedBatch(PACKED, OPENS, 8, isolate=True)
     result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
     total = sum(
@@ -71,7 +71,7 @@ def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(m
         model = tiny_model(model_type)
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
-        teach_in_chunks(model)
+        attach_chunked_loss(model)
         batch = PackedBatch(ids, opens, 12, isolate=True)
         result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
         found.append((result.loss, [one.grad for one in model.parameters()]))

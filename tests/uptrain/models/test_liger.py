@@ -10,8 +10,8 @@ import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
 from headfold.uptrain.models.liger import apply_liger, refuse_liger
-from headfold.uptrain.training import loop
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import opening, preparation
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_loaded(tiny_checkpoint, 
     def loaded(*given, **named):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(loop, "build_student", loaded)
+    monkeypatch.setattr(opening, "build_student", loaded)
     with pytest.raises(UsageError, match="--liger needs a GPU with CUDA"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(liger=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -66,9 +66,9 @@ def test_a_run_applies_it_once_to_the_student_when_the_loss_has_been_cut(
 ):
     """Its kernels cannot run on the CPU, where cutting the loss is tried; the GPU is another stand-in."""
     order = []
-    real = loop.teach_in_chunks
-    monkeypatch.setattr(loop, "teach_in_chunks", lambda *given: order.append(len(stand_in)) or real(*given))
-    monkeypatch.setattr(loop, "refuse_liger", lambda kind, cuda: order.append((kind, cuda)))
+    real = preparation.attach_chunked_loss
+    monkeypatch.setattr(preparation, "attach_chunked_loss", lambda *given: order.append(len(stand_in)) or real(*given))
+    monkeypatch.setattr(opening, "refuse_liger", lambda kind, cuda: order.append((kind, cuda)))
     uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=1, liger=True))
     assert order == [("llama", False), 0]
     assert [type(model).__name__ for model, _ in stand_in] == ["LlamaForCausalLM"]

@@ -9,7 +9,7 @@ from headfold.checkpoint.source import Checkpoint
 from headfold.corpus import open_corpus
 from headfold.errors import UsageError
 from headfold.uptrain.models.teacher import converted_from, resolve_teacher
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 
 
 @pytest.fixture

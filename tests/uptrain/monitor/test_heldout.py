@@ -6,7 +6,7 @@ import math
 
 import pytest
 from headfold.uptrain.monitor.heldout import recovered_share
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 
 

@@ -46,9 +46,9 @@ def test_the_slurm_script_is_a_script():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("a: 1", "no launch config.*num_processes is None"),
-        ("[", "no launch config.*YAML"),
-        ("# Headfold\n\nSome text.", "no launch config.*no names"),
+        ("a: 1", "not a launch config.*num_processes is None"),
+        ("[", "not a launch config.*YAML"),
+        ("# Headfold\n\nSome text.", "not a launch config.*no names"),
         ("num_processes: 0\ndistributed_type: FSDP", "num_processes is 0"),
         ("num_processes: .inf\ndistributed_type: FSDP", "num_processes is inf"),
         ("num_processes: 1\ndistributed_type: NO", "distributed_type is False"),  # YAML's NO without quotes
@@ -84,10 +84,10 @@ def test_a_bad_launch_config_is_refused_before_anything_starts(tmp_path, monkeyp
     monkeypatch.setattr(run, "run_recipe", started)
     file = tmp_path / "README.md"
     file.write_text("# Headfold\n")
-    with pytest.raises(UsageError, match="no launch config"):
+    with pytest.raises(UsageError, match="not a launch config"):
         called(run_command, "demo", "-o", str(tmp_path / "out"), "--launch", str(file))
     options = ["checkpoint", "-o", str(tmp_path / "out"), "--data", "x", "--launch"]
-    with pytest.raises(UsageError, match="no launch config"):
+    with pytest.raises(UsageError, match="not a launch config"):
         called(uptrain_command, *options, str(file))
     with pytest.raises(AssertionError):  # a good one is
         called(uptrain_command, *options, "ddp-8")

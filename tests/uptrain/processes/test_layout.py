@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.convert.run import convert_checkpoint
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 from tiny import repeat_kv_heads
 from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # half a minute of work, more on a busy machine

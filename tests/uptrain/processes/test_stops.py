@@ -9,8 +9,8 @@ import pytest
 import torch
 from headfold.errors import Interrupted
 from headfold.uptrain.monitor import heldout as watch
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.training import loop
-from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 
 

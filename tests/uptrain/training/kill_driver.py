@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
-from headfold.uptrain.training.loop import uptrain_checkpoint
 
 
 def settings(text: str) -> UptrainSettings:

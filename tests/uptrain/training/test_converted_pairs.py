@@ -10,7 +10,7 @@ from headfold import convert_checkpoint
 from headfold.checkpoint.load import load_language_model
 from headfold.errors import UnsupportedError, UsageError
 from headfold.uptrain.models.student import speed_up
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics, weights
 from tiny import tiny_pair
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from headfold.errors import HeadfoldError, Interrupted, TrainingError
 from headfold.uptrain import state
+from headfold.uptrain.monitor.spikes import SpikeDetector
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.training import loop
-from headfold.uptrain.training.loop import uptrain_checkpoint
-from headfold.uptrain.training.step import SpikeGuard
 from safetensors.torch import load_file
 
 
@@ -137,23 +137,23 @@ def test_a_save_whose_weights_may_have_spoilt_the_loss_is_set_aside(
 
 
 def test_a_short_spike_is_let_pass():
-    guard = SpikeGuard(3.0)
+    guard = SpikeDetector(3.0)
     for step, loss in enumerate([2.0] * 25 + [9.0, 9.0] + [2.0] * 5 + [9.0, 2.0]):
-        guard.see(step, loss)
+        guard.check(step, loss)
         assert guard.calm == (loss == 2.0)
 
 
 def test_the_guard_needs_something_to_compare_with_and_can_be_switched_off():
-    for guard in (SpikeGuard(3.0), SpikeGuard(0.0)):
+    for guard in (SpikeDetector(3.0), SpikeDetector(0.0)):
         for step, loss in enumerate([2.0] * 10 + [90.0] * 5):
-            guard.see(step, loss)
-    small = SpikeGuard(3.0)  # a divergence that triples while the learning rate rises is none
+            guard.check(step, loss)
+    small = SpikeDetector(3.0)  # a divergence that triples while the learning rate rises is none
     for step, loss in enumerate([0.05] * 30 + [0.4] * 10):
-        small.see(step, loss)
+        small.check(step, loss)
     assert small.calm
-    off = SpikeGuard(0.0)
+    off = SpikeDetector(0.0)
     for step, loss in enumerate([2.0] * 30 + [90.0] * 5):
-        off.see(step, loss)
+        off.check(step, loss)
     assert off.calm
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.errors import HeadfoldError, TrainingError, UsageError
+from headfold.uptrain import run
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.training import loop
-from headfold.uptrain.training.loop import uptrain_checkpoint
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 
@@ -244,14 +245,14 @@ def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpo
 @pytest.mark.parametrize("fault", ["empty", "missing", "another shape"])
 def test_gq074_weights_that_are_not_whole_are_not_written(fault, tiny_checkpoint, settings, tmp_path, monkeypatch):
     """As a sharded state dict that was gathered on one process alone would give them; the saves are kept."""
-    name, real = "model.layers.1.self_attn.k_proj.weight", loop.whole_weights
+    name, real = "model.layers.1.self_attn.k_proj.weight", run.whole_weights
 
     def broken(*given):
         found = real(*given)
         whole = found.pop(name)
         return found if fault == "missing" else {**found, name: whole[:0] if fault == "empty" else whole[:-1]}
 
-    monkeypatch.setattr(loop, "whole_weights", broken)
+    monkeypatch.setattr(run, "whole_weights", broken)
     with pytest.raises(HeadfoldError, match=name.replace(".", r"\.") if fault != "missing" else None):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=2))
     assert [path.name for path in tmp_path.iterdir()] == ["out.training"]
@@ -327,5 +328,5 @@ def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(ti
 
 
 def test_blocks_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
-    with pytest.raises(UsageError, match="Blocks of 128 tokens are longer than the 64"):
+    with pytest.raises(UsageError, match="Sequences of 128 tokens are longer than the 64"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(sequence_length=128))

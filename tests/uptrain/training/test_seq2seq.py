@@ -13,12 +13,12 @@ from headfold.errors import UsageError
 from headfold.pairs import Pair, PairEncoder, padded
 from headfold.spans import SpanCorruption
 from headfold.uptrain.data.batches import PairBatch
-from headfold.uptrain.data.mixture import Mixture, MixturePosition, Part
+from headfold.uptrain.data.mixture import Mixture, MixturePosition, WeightedCorpus
 from headfold.uptrain.data.objective import Pairs, Spans
-from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
-from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.chunked import LossInputs, attach_chunked_loss
+from headfold.uptrain.loss.head import SplitModel
 from headfold.uptrain.loss.token_losses import TrainingLoss
-from headfold.uptrain.training.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.training.optim import make_optimizer
 from headfold.uptrain.training.step import Stepper
 from runs import OneProcess, metrics, same, weights
@@ -61,11 +61,11 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(model_type):
     own.backward()
     expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
-    assert not teach_in_chunks(model).whole
+    assert not attach_chunked_loss(model).whole
     total = 0.0
     for micro in batch.split(2):
-        lesson = Lesson(TrainingLoss(), micro.keep_BT, micro.targets_N)
-        loss = model(lesson=lesson, use_cache=False, **micro.inputs).loss / batch.targets
+        inputs = LossInputs(TrainingLoss(), micro.scored_BT, micro.targets_N)
+        loss = model(loss_inputs=inputs, use_cache=False, **micro.inputs).loss / batch.targets
         loss.backward()
         total += float(loss.detach())
     assert total == pytest.approx(float(own.detach()), rel=1e-6)
@@ -78,17 +78,17 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(model_type):
 def test_a_wrong_mask_or_shifted_labels_change_the_loss():
     """The controls for the equality above."""
     model = tiny_pair_model("t5")
-    teach_in_chunks(model)
+    attach_chunked_loss(model)
     batch = batch_of(model, some_pairs())
 
     def loss(changed: PairBatch) -> float:
-        lesson = Lesson(TrainingLoss(), changed.keep_BT, changed.targets_N)
-        return float(model(lesson=lesson, use_cache=False, **changed.inputs).loss.detach()) / batch.targets
+        inputs = LossInputs(TrainingLoss(), changed.scored_BT, changed.targets_N)
+        return float(model(loss_inputs=inputs, use_cache=False, **changed.inputs).loss.detach()) / batch.targets
 
-    parts = {name: getattr(batch, name) for name in ("ids_BS", "mask_BS", "written_BT", "labels_BT")}
+    parts = {name: getattr(batch, name) for name in ("ids_BS", "mask_BS", "decoder_ids_BT", "labels_BT")}
     right = loss(batch)
     unmasked = PairBatch(**{**parts, "mask_BS": torch.ones_like(batch.mask_BS)}, targets=batch.targets)
-    shifted = PairBatch(**{**parts, "written_BT": batch.labels_BT.clamp(min=0)}, targets=batch.targets)
+    shifted = PairBatch(**{**parts, "decoder_ids_BT": batch.labels_BT.clamp(min=0)}, targets=batch.targets)
     assert abs(loss(unmasked) - right) > 1e-3
     assert abs(loss(shifted) - right) > 1e-3
 
@@ -98,7 +98,7 @@ def test_the_scaled_head_of_a_tied_t5_is_in_the_chunks():
     untied.config.scale_decoder_outputs = False
     states = torch.randn(4, tied.config.d_model)
     assert torch.allclose(
-        Split(tied).logits(states) * tied.config.d_model**0.5, Split(untied).logits(states), atol=1e-4
+        SplitModel(tied).logits(states) * tied.config.d_model**0.5, SplitModel(untied).logits(states), atol=1e-4
     )
 
 
@@ -110,7 +110,7 @@ def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
         model = tiny_pair_model("bart")
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
-        teach_in_chunks(model)
+        attach_chunked_loss(model)
         result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch_of(model, some_pairs()))
         found.append((result.loss, [one.grad for one in model.parameters() if one.grad is not None]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
@@ -120,7 +120,7 @@ def test_gq065_pairs_one_by_one_are_one_big_batch(settings):
 def test_sources_fill_the_block_and_go_on_where_they_were(tiny_t5, text_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
     objective = Spans(SpanCorruption.of(tokenizer), tokenizer, model, sequence_length=32, seed=7)
-    parts = [Part(open_corpus(str(text_file)), 1.0)]
+    parts = [WeightedCorpus(open_corpus(str(text_file)), 1.0)]
     whole = [next(stream) for stream in [Mixture(parts, objective)] for _ in range(40)]
     assert {len(pair.source) for pair in whole} == {32}
     assert len({tuple(pair.source) for pair in whole}) == 40
@@ -163,18 +163,18 @@ def test_only_a_padded_micro_batch_has_a_mask():
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_gq079_processes_share_the_pairs_of_a_step(processes, tiny_t5, pairs_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
-    parts = [Part(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
+    parts = [WeightedCorpus(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
     objective = Pairs(tokenizer, model, sequence_length=16, seed=1)
     shares = [Mixture(parts, objective).next_batch(4, rank=rank, processes=processes) for rank in range(processes)]
     alone = Mixture(parts, objective).next_batch(4, rank=0, processes=1)
-    assert {share.targets for share in shares} == {alone.targets} == {int(alone.keep_BT.sum())}
+    assert {share.targets for share in shares} == {alone.targets} == {int(alone.scored_BT.sum())}
     rows = [row[row >= 0].tolist() for share in shares for row in share.labels_BT]
     assert sorted(rows) == sorted(row[row >= 0].tolist() for row in alone.labels_BT)
 
 
 def test_pairs_go_on_in_the_next_pass_without_gap_or_repeat(tiny_t5, pairs_file):
     tokenizer, model = load_tokenizer(tiny_t5), load_language_model(tiny_t5)
-    parts = [Part(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
+    parts = [WeightedCorpus(open_corpus(str(pairs_file), columns=Columns("input", "answer.back")), 1.0)]
     objective = Pairs(tokenizer, model, sequence_length=16, seed=1)
     whole = [next(stream) for stream in [Mixture(parts, objective)] for _ in range(150)]
     for stop in (0, 59, 60, 77):
@@ -269,10 +269,10 @@ def test_a_t5_learns_pairs_of_columns(spanned, tiny_t5, pairs_file, tmp_path):
 
 @pytest.mark.parametrize(("train", "changed"), [("attention", True), ("kv", False)])
 def test_train_names_the_attention_of_t5(train, changed, tiny_t5):
-    from headfold.uptrain.training.optim import freeze_the_rest
+    from headfold.uptrain.models.student import freeze_other_weights
 
     model = load_language_model(tiny_t5)
-    freeze_the_rest(model, train)
+    freeze_other_weights(model, train)
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert "decoder.block.0.layer.1.EncDecAttention.k.weight" in trained
     assert "encoder.block.0.layer.0.SelfAttention.v.weight" in trained
@@ -328,7 +328,7 @@ def test_plain_text_has_no_columns(tmp_path):
 
 def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     """By hand: the encoder and the keys and values of cross-attention once a source token, the rest once a target."""
-    from headfold.uptrain.estimate.cost import Shape, estimate_cost, flops_per_token, targets_per_token
+    from headfold.uptrain.estimate.cost import ModelSize, estimate_cost, flops_per_token, targets_per_token
     from headfold.uptrain.settings import UptrainSettings
 
     model = load_language_model(tiny_t5)
@@ -339,7 +339,7 @@ def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     buckets, vocabulary = 32 * 4, 31  # of relative positions, which are looked up, on each side
     read = 2 * (attention + feed_forward + 2 * norm) + norm + 2 * 2 * 32 * 32
     written = 2 * (2 * attention - 2 * 32 * 32 + feed_forward + 3 * norm) + norm + vocabulary * 32
-    shape = Shape.of(model)
+    shape = ModelSize.of(model, encoder_decoder=True)
     assert (shape.parameters, shape.looked_up) == (read + written + 2 * buckets, 2 * buckets)
     assert (shape.written, shape.decoder_layers) == (written, 2)
     assert flops_per_token(shape, targets=0.25) == 6 * round(read + written / 4)
