@@ -17,8 +17,8 @@ from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
-from ..uptrain.run import uptrain_checkpoint
 from ..uptrain.processes.launch import launch
+from ..uptrain.run import uptrain_checkpoint
 from ..uptrain.settings import FREE_ON_RESUME
 from .schema import Recipe
 
