@@ -36,7 +36,7 @@ def test_a_budget_is_given_exactly_once(given, says):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "warmup-stable-decay"])
 def test_schedules_rise_to_the_peak_and_end_at_the_last_step(schedule):
-    settings = UptrainSettings(schedule=schedule, learning_rate=1e-3, final_learning_rate=0.1, warmup=0.1, steps=100)
+    settings = UptrainSettings(schedule=schedule, learning_rate=1e-3, warmup=0.1, steps=100)
     rate = make_schedule(settings, 100)
     rates = [rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([1e-4 * (step + 1) for step in range(10)])

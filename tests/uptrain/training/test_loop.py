@@ -183,7 +183,7 @@ def test_resume_always_goes_on_and_never_begins(finished, tiny_checkpoint, setti
     """A job script that is started again must not train from the beginning because its output path has a typo."""
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     cut_power(7, tiny_checkpoint, tmp_path / "out", wanted)
-    with pytest.raises(UsageError, match=r"typo\.training holds no whole save"):
+    with pytest.raises(UsageError, match=r"typo\.training has no complete save"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "typo", wanted, resume="always")
     assert not list(tmp_path.glob("typo*"))
     resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted, resume="always")
@@ -198,7 +198,7 @@ def test_resume_always_wants_a_whole_save(fault, tiny_checkpoint, settings, tmp_
         save.rename(save.with_name("step-00000005 copy"))
     else:
         (save / "optimizer.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match="no whole save"):
+    with pytest.raises(UsageError, match="no complete save"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(), resume="always")
 
 
