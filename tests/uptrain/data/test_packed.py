@@ -42,7 +42,7 @@ def take(stream: SequenceStream, blocks: int) -> list[int]:
     return [token for _ in range(blocks) for token in next(stream).ids]
 
 
-def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
+def test_packing_carries_the_remainder_and_loses_no_separator():
     """5 documents of 6 tokens and eos, block 16: 2 blocks, and 3 tokens that open the next pass."""
     stream = SequenceStream(numbered(5, 6), Encoder(Numbers(eos=0)), sequence_length=16, seed=0)
     tokens = take(stream, 2)
@@ -54,7 +54,7 @@ def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
     assert first_pass.count(0) == 5
 
 
-def test_gq081_too_little_text_for_one_block_is_an_error():
+def test_too_little_text_for_one_sequence_is_an_error():
     with pytest.raises(DataError, match=r"35 tokens, fewer than one sequence of 1024"):
         next(SequenceStream(numbered(5, 7), Encoder(Numbers()), sequence_length=1024, seed=0))
 
@@ -82,7 +82,7 @@ def test_epochs_are_shuffled_differently_and_by_the_seed():
 
 
 @given(stop=st.integers(0, 40), sequence_length=st.integers(2, 23), chunk=st.sampled_from([1, 3, 1000]))
-def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, sequence_length, chunk):
+def test_a_saved_position_continues_without_gap_or_repeat(stop, sequence_length, chunk):
     corpus = numbered(10, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headfold.uptrain.data.packed._CHUNK_TOKENS", chunk * sequence_length)
@@ -111,7 +111,7 @@ def test_a_saved_position_does_not_move_with_the_stream():
     assert kept == saved != stream.position
 
 
-def test_blocks_of_one_long_document_are_spread_over_a_chunk():
+def test_sequences_of_one_long_document_are_spread_over_a_chunk():
     """One document of 64 blocks among 64 of one block: in order it would fill 64 blocks in a row."""
     documents = [[7] * 256, *([number + 100] * 4 for number in range(64))]
     stream = SequenceStream(corpus_of(documents), Encoder(Numbers()), sequence_length=4, seed=0)
@@ -121,7 +121,7 @@ def test_blocks_of_one_long_document_are_spread_over_a_chunk():
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_gq079_processes_share_a_step_without_overlap(processes):
+def test_processes_share_a_step_without_overlap(processes):
     """The stream is one for all processes, so neither shards nor their number can be fewer than the processes."""
     parts = [WeightedCorpus(numbered(9, 7), 1.0)]
     encode = Encoder(Numbers(eos=0))
@@ -139,7 +139,7 @@ def test_gq079_processes_share_a_step_without_overlap(processes):
 
 
 @given(length=st.integers(1, 9), sequence_length=st.integers(2, 12))
-def test_openings_stand_where_documents_begin(length, sequence_length):
+def test_openings_mark_where_documents_begin(length, sequence_length):
     stream = SequenceStream(numbered(12, length), Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=0)
     taken = [next(stream) for _ in range(12 * (length + 1) // sequence_length)]
     for one in taken:
@@ -157,7 +157,7 @@ def test_a_mixture_holds_its_weights_in_every_stretch():
 
 
 @given(stop=st.integers(0, 40))
-def test_gq064_a_mixture_continues_without_gap_or_repeat(stop):
+def test_a_mixture_continues_without_gap_or_repeat(stop):
     parts = [WeightedCorpus(numbered(10, 7), 2.5), WeightedCorpus(corpus_of([[7] * 5 for _ in range(4)]), 1.0)]
     whole = take(Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5)), 60)
     begun = Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5))
@@ -200,7 +200,7 @@ class TestEncoder:
         assert Encoder(Numbers(bos=8))("1 2") == [8, 1, 2]
         assert Encoder(Numbers(bos=8, add_bos=True))("1 2") == [8, 1, 2]
 
-    def test_gq083_without_either_documents_follow_each_other_with_a_warning(self, capfd):
+    def test_without_either_documents_follow_each_other_with_a_warning(self, capfd):
         assert Encoder(Numbers())("1 2") == [1, 2]
         assert "neither eos nor bos" in capfd.readouterr().err
 
@@ -219,7 +219,7 @@ def test_the_standard_library_is_split_by_path():
     assert {"argparse.py", "ast.py"} <= train | heldout
 
 
-def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
+def test_a_stream_without_a_length_needs_a_budget_and_wraps():
     """Text that is read from a generator: nothing asks for its length, and when it ends it is read again."""
 
     def read():
@@ -235,7 +235,7 @@ def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
         plan_budget(UptrainSettings())
 
 
-def test_gq078_documents_of_any_length_reach_two_processes_once():
+def test_documents_of_any_length_reach_two_processes_once():
     documents = [[1000 * (number + 1) + place for place in range(1 + number * 7 % 13)] for number in range(24)]
     total = sum(map(len, documents))
     mixtures = [

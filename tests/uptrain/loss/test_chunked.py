@@ -62,7 +62,7 @@ def test_chunked_loss_and_gradients_are_the_plain_ones(model_type):
     assert_equal_to_1e6(grads(model), expected)
 
 
-def test_so_they_are_with_a_teacher_a_temperature_and_text(plain_loss):
+def test_chunked_loss_and_gradients_with_a_teacher_a_temperature_and_text(plain_loss):
     model, teacher = tiny_model("gemma2"), tiny_model("gemma2", seed=1)
     objective = TrainingLoss(0.6, 2.0, "reverse")
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_once(monkeypatch):
     assert seen == [(7, 7)] * 4 + [(5, 5)]
 
 
-def test_a_model_that_cannot_be_cut_is_run_whole_with_the_same_result(monkeypatch):
+def test_a_model_that_cannot_be_split_is_run_whole_with_the_same_result(monkeypatch):
     whole, cut = tiny_model("llama"), tiny_model("llama")
     monkeypatch.setattr(SplitModel, "_gives_the_logits", lambda self: False)
     assert attach_chunked_loss(whole).whole
@@ -153,7 +153,7 @@ def test_other_calls_of_the_model_stay_as_they_are():
     )
 
 
-def test_chunks_are_as_large_as_is_granted_and_never_tiny(monkeypatch):
+def test_chunks_are_as_large_as_allowed_and_never_tiny(monkeypatch):
     monkeypatch.undo()
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert headloss.chunk_tokens(4096, cpu) == 1024

@@ -102,7 +102,7 @@ def test_a_model_is_at_no_distance_from_itself():
     assert float(sums.hidden.detach()) == pytest.approx(0, abs=1e-8)
 
 
-def test_the_layers_of_a_decoder_are_tapped_and_not_those_of_an_encoder():
+def test_outputs_of_decoder_layers_are_collected_and_not_of_encoder_layers():
     model = tiny_model("t5")
     taps = LayerOutputs(model)
     assert taps.layers == list(model.decoder.block)

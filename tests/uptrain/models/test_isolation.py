@@ -28,7 +28,7 @@ def logits(model, isolate: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, training):
+def test_a_packed_document_gets_the_logits_that_it_gets_alone(attention, training):
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
     model.train(training)
@@ -37,7 +37,7 @@ def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, t
     assert not torch.allclose(logits(model, isolate=False), alone, atol=1e-2)  # the control
 
 
-def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
+def test_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     """Loss and gradient, and the first token of a document is nobody's target."""
     wanted = settings(isolate_documents=True, batch=1, micro_batch=1, max_grad_norm=1e9)
     model, plain = tiny_model("llama"), tiny_model("llama")
@@ -59,7 +59,7 @@ def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(model_type, settings):
+def test_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(model_type, settings):
     """Blocks with 9 and 3 targets, one by one and together: gradients to 1e-6, and the same loss."""
     ids = torch.tensor([A + B, list(range(31, 41))])
     opens = torch.zeros_like(ids, dtype=torch.bool)
@@ -106,7 +106,7 @@ def test_a_teacher_whose_documents_leak_is_refused(tiny_checkpoint, settings, tm
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
 
 
-def test_a_run_keeps_documents_apart_when_told_to(tiny_checkpoint, settings, tmp_path):
+def test_a_run_isolates_documents_if_told_to(tiny_checkpoint, settings, tmp_path):
     apart = uptrain_checkpoint(tiny_checkpoint, tmp_path / "apart", settings(isolate_documents=True, steps=3))
     mixed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "mixed", settings(steps=3))
     assert (apart / "model.safetensors").read_bytes() != (mixed / "model.safetensors").read_bytes()

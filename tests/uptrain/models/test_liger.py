@@ -30,7 +30,7 @@ def stand_in(monkeypatch) -> list[tuple[object, dict]]:
     return calls
 
 
-def test_without_a_gpu_it_is_refused_before_anything_is_loaded(tiny_checkpoint, settings, tmp_path, monkeypatch):
+def test_without_a_gpu_liger_is_refused_before_anything_is_loaded(tiny_checkpoint, settings, tmp_path, monkeypatch):
     def loaded(*given, **named):
         raise AssertionError("weights were loaded")
 
@@ -43,25 +43,25 @@ def test_without_a_gpu_it_is_refused_before_anything_is_loaded(tiny_checkpoint, 
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_where_it_is_not_installed_it_is_named(monkeypatch):
+def test_a_missing_liger_kernel_is_named(monkeypatch):
     monkeypatch.setattr("headfold.uptrain.models.liger.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed"):
         refuse_liger("llama", cuda=True)
 
 
-def test_a_type_that_it_does_not_know_is_refused(stand_in):
+def test_a_type_that_liger_kernel_does_not_know_is_refused(stand_in):
     refuse_liger("llama", cuda=True)
     with pytest.raises(UnsupportedError, match="no kernels for the type headfold_t5"):
         refuse_liger("headfold_t5", cuda=True)
 
 
-def test_its_loss_is_left_out(stand_in):
+def test_the_loss_of_liger_kernel_is_not_used(stand_in):
     model = object()
     apply_liger(model)
     assert stand_in == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
 
 
-def test_a_run_applies_it_once_to_the_student_when_the_loss_has_been_cut(
+def test_a_run_applies_liger_once_to_the_student_after_attaching_the_loss(
     stand_in, tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
     """Its kernels cannot run on the CPU, where cutting the loss is tried; the GPU is another stand-in."""

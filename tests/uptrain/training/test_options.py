@@ -13,7 +13,7 @@ from runs import metrics, same, weights
 from safetensors.torch import save_file
 
 
-def test_gq070_float16_checkpoints_are_trained_in_float32_and_saved_in_float16(
+def test_float16_checkpoints_are_trained_in_float32_and_saved_in_float16(
     tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
     import shutil
