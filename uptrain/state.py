@@ -137,7 +137,9 @@ class TrainingSaves:
         if len(suspects) < len(saves):
             for save in suspects:
                 save.rename(save.with_name(f"suspect-{save.name}"))
-                warn(f"The weights of {save.name} may have spoilt the loss. It is not used, and named suspect-{save.name}.")
+                warn(
+                    f"The weights of {save.name} may have spoilt the loss. It is not used, and named suspect-{save.name}."
+                )
 
     def require_one(self) -> None:
         """Check that there is a run to continue.

@@ -119,7 +119,7 @@ def test_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, ti
     entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
     assert (entry["processes"], entry["distributed"]) == (2, "FSDP2" if "fsdp" in name else "MULTI_CPU")
     start = few_t5 if name == "fsdp-converted" else tiny_t5
-    alone = uptrain_checkpoint(start, tmp_path / "one", UptrainSettings(**entry["settings"]))
+    alone = uptrain_checkpoint(start, tmp_path / "one", UptrainSettings.restored(entry["settings"]))
     assert curve(two / name) == pytest.approx(curve(alone), rel=TOLERANCE)
     points = [[line["perplexity"] for line in metrics(folder, "eval")] for folder in (two / name, alone)]
     assert points[0] == pytest.approx(points[1], rel=1e-4)
@@ -157,7 +157,7 @@ def test_one_process_continues_a_run_of_two(two, one, tiny_checkpoint, text_file
 
     reference = one()
     values = json.loads((reference / "headfold.json").read_text())["history"][-1]["settings"]
-    out = uptrain_checkpoint(tiny_checkpoint, two / "handed-over", UptrainSettings(**values))
+    out = uptrain_checkpoint(tiny_checkpoint, two / "handed-over", UptrainSettings.restored(values))
     assert curve(out) == pytest.approx(curve(reference), rel=TOLERANCE)
     rates = [[line["learning_rate"] for line in metrics(folder, "train")] for folder in (out, reference)]
     assert rates[0] == rates[1]
