@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .recipes.schema import Recipe, load_recipe
     from .recipes.settings import SweepSettings
     from .recipes.sweep import sweep
-    from .uptrain.loop import uptrain_checkpoint
+    from .uptrain.run import uptrain_checkpoint
     from .uptrain.settings import UptrainSettings
 
 _MODULES = {
@@ -48,7 +48,7 @@ _MODULES = {
     "plan_conversion": ".convert.run",
     "run_recipe": ".recipes.run",
     "sweep": ".recipes.sweep",
-    "uptrain_checkpoint": ".uptrain.loop",
+    "uptrain_checkpoint": ".uptrain.run",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Pairs of token ids for encoder-decoders: what the encoder reads, and what the decoder is to write.
+"""Pairs of token ids for encoder-decoders: the source that the encoder reads, and the target that the decoder writes.
 
-Letters of shapes: B pairs, S tokens of a source, T tokens of a target.
+Letters of shapes: B pairs, S tokens that an encoder reads, T tokens that a decoder writes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .console import warn
 from .errors import UsageError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing torch takes seconds, and commands that only print help import this module
     from torch import Tensor
 
 IGNORED = -100
-"""Label of a place that is padding, as the losses of transformers and PyTorch know it."""
+"""Label of padding, as the losses of transformers and PyTorch know it."""
 
 
 class Pair(NamedTuple):
@@ -26,14 +26,14 @@ class Pair(NamedTuple):
 
 
 class PairEncoder:
-    """The two texts of a record as the tokenizer's own policy has them: language codes, EOS, a vocabulary per side.
+    """Encodes the two texts of a record by the tokenizer's own rules: language codes, EOS, a vocabulary per side.
 
     Args:
         tokenizer: of the checkpoint; no token is added to it.
-        longest: tokens that a side may have; of a longer one the text is cut, and what the tokenizer adds is kept.
+        longest: most tokens of a side. The text of a longer one is cut, but not the tokens that the tokenizer adds.
 
     Raises:
-        UsageError: the tokenizer was not told which language the targets are in, or a side has no room for text.
+        UsageError: the tokenizer was not told the language of the targets, or a side has no room for text.
     """
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
@@ -49,27 +49,27 @@ class PairEncoder:
                 "Give a larger --sequence-length (of eval: --window).",
             )
         self._tokenizer, self._longest = tokenizer, longest
-        self._said = False
+        self._warned = False
 
     def __call__(self, source: str, target: str) -> Pair:
         return Pair(self._ids(text=source), self._ids(text_target=target))
 
     def _ids(self, **text: str) -> list[int]:
-        # verbose=False: what is longer than the model's context is cut below
+        # verbose=False: no warning that a text is longer than the model's context, since it is cut below
         ids = list(self._tokenizer(**text, verbose=False)["input_ids"])
         if len(ids) <= self._longest:
             return ids
-        if not self._said:
+        if not self._warned:
             warn(f"Texts of more than {self._longest} tokens are cut there; one has {len(ids)}.")
-            self._said = True
+            self._warned = True
         return list(self._tokenizer(**text, truncation=True, max_length=self._longest)["input_ids"])
 
 
 def padded(pairs: Sequence[Pair], pad: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded on the right: source ids (B, S), their mask (B, S) with 1 on real tokens, labels (B, T).
+    """Pad pairs on the right: source ids (B, S), their mask (B, S) with 1 on real tokens, and labels (B, T).
 
     Args:
-        pad: id on padding of the sources; no real token attends to it. Labels hold :data:`IGNORED` there.
+        pad: id on padding of the sources; no real token attends to it. Padded labels are :data:`IGNORED`.
     """
     import torch
 

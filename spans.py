@@ -1,8 +1,8 @@
 """Span corruption, the objective that T5 was pretrained with (Raffel et al. 2020, arXiv 1910.10683, §3.1.4).
 
-Some spans of a text are cut out. The source is the text with a sentinel in the place of each, the target the sentinels,
-each with the tokens that stood there. The sentence of the paper's figure 2 as T5's code has it, which leaves out the
-figure's last sentinel::
+Some spans of a text are cut out. The source is the text with a sentinel in the place of each span. The target lists the
+sentinels, each followed by the tokens that it replaces. This is the sentence of the paper's figure 2 as T5's code makes
+it, without the figure's last sentinel::
 
     text     Thank you for inviting me to your party last week
     source   Thank you <X> me to your party <Y> week </s>
@@ -29,9 +29,9 @@ class SpanCorruption:
 
     Attributes:
         sentinels: ids of the sentinels, in the order of their use.
-        eos: id that closes source and target.
+        eos: id that ends source and target.
         noise_density: share of the tokens that are cut out.
-        mean_span: tokens of a span on average.
+        mean_span: mean number of tokens of a span.
     """
 
     sentinels: tuple[int, ...]
@@ -41,10 +41,10 @@ class SpanCorruption:
 
     @classmethod
     def of(cls, tokenizer: Any, noise_density: float = NOISE_DENSITY, mean_span: float = MEAN_SPAN) -> SpanCorruption:
-        """With the tokenizer's own sentinels, ``<extra_id_0>`` first.
+        """Use the tokenizer's own sentinels, ``<extra_id_0>`` first.
 
         Raises:
-            UnsupportedError: it has none, or no EOS.
+            UnsupportedError: the tokenizer has none, or no EOS.
         """
         numbered = {
             int(found[1]): place
@@ -60,12 +60,12 @@ class SpanCorruption:
         return cls(tuple(numbered[key] for key in sorted(numbered)), tokenizer.eos_token_id, noise_density, mean_span)
 
     def lengths(self, tokens: int) -> tuple[int, int]:
-        """Tokens of source and target, EOS included, that ``tokens`` tokens of text become."""
+        """Lengths of source and target, EOS included, that ``tokens`` tokens of text become."""
         noise, spans = self._noise(tokens)
         return tokens - noise + spans + 1, noise + spans + 1
 
     def tokens_for(self, sequence_length: int) -> int:
-        """The most tokens of text whose source fits into ``sequence_length`` tokens: 568 for 512, as T5 has it.
+        """Find the most tokens of text whose source fits into ``sequence_length`` tokens: 568 for 512, as in T5's code.
 
         Raises:
             UsageError: ``sequence_length`` is too small for a span, or needs more sentinels than there are.
@@ -75,14 +75,14 @@ class SpanCorruption:
             tokens += 1
         if self.lengths(tokens)[0] > sequence_length:
             raise UsageError(
-                f"A block of {sequence_length} tokens is too small for span corruption.",
+                f"A sequence of {sequence_length} tokens is too small for span corruption.",
                 "Give --sequence-length 8 or more.",
             )
         self.require(tokens)
         return tokens
 
     def require(self, tokens: int) -> None:
-        """Refuse texts of a length of which no pair can be made.
+        """Check that a pair can be made of a text of this length.
 
         Raises:
             UsageError: ``tokens`` are too few for a span, or need more sentinels than there are.
@@ -99,34 +99,37 @@ class SpanCorruption:
     def __call__(self, ids: list[int], draw: random.Random) -> Pair:
         """Cut spans out of these tokens.
 
-        As many tokens and spans as :meth:`lengths` counts, whatever is drawn. Text and spans take turns, text first;
-        how long each is, is drawn from all ways of dividing the tokens with equal chance.
+        The number of tokens and of spans is fixed, see :meth:`lengths`; only the places are drawn. Text and spans take
+        turns, text first. Their lengths are drawn from all ways of dividing the tokens, each with equal chance.
 
         Raises:
             UsageError: see :meth:`require`.
         """
         self.require(len(ids))
         noise, spans = self._noise(len(ids))
-        kept_runs = _divide(len(ids) - noise, spans, draw)
+        text_runs = _divide(len(ids) - noise, spans, draw)
         noise_runs = _divide(noise, spans, draw)
         source: list[int] = []
         target: list[int] = []
         place = 0
-        for sentinel, kept, cut in zip(self.sentinels[:spans], kept_runs, noise_runs, strict=True):
-            source += [*ids[place : place + kept], sentinel]
-            place += kept
+        for sentinel, text, cut in zip(self.sentinels[:spans], text_runs, noise_runs, strict=True):
+            source += [*ids[place : place + text], sentinel]
+            place += text
             target += [sentinel, *ids[place : place + cut]]
             place += cut
         return Pair([*source, self.eos], [*target, self.eos])
 
     def _noise(self, tokens: int) -> tuple[int, int]:
-        """Tokens that are cut out, one at least and one less than all at most, and spans that they form."""
+        """Count the tokens that are cut out, and the spans that they form.
+
+        At least one token is cut out and at least one stays, and every span has text before it.
+        """
         noise = min(max(round(tokens * self.noise_density), 1), tokens - 1)
         spans = max(round(noise / self.mean_span), 1)
         return noise, min(spans, noise, tokens - noise)
 
 
 def _divide(tokens: int, parts: int, draw: random.Random) -> list[int]:
-    """Lengths of ``parts`` non-empty parts of ``tokens`` tokens."""
+    """Divide ``tokens`` tokens into ``parts`` parts, none of them empty, and return their lengths."""
     borders = sorted(draw.sample(range(1, tokens), parts - 1))
     return [end - begin for begin, end in zip([0, *borders], [*borders, tokens], strict=True)]

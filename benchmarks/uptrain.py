@@ -102,13 +102,14 @@ def batches(options: argparse.Namespace) -> Any:
 
     from headfold.checkpoint.load import load_tokenizer
     from headfold.corpus import Encoder, open_corpus
-    from headfold.uptrain.data.mixture import Mixture, Part
+    from headfold.uptrain.data.mixture import Mixture, WeightedCorpus
     from headfold.uptrain.data.objective import NextToken
 
     corpus = open_corpus("stdlib#train")
     few = replace(corpus, read=lambda: islice(corpus.read(), 60))
     stream = Mixture(
-        [Part(few, 1.0)], NextToken(Encoder(load_tokenizer(BUNDLED)), sequence_length=options.sequence_length, seed=0)
+        [WeightedCorpus(few, 1.0)],
+        NextToken(Encoder(load_tokenizer(BUNDLED)), sequence_length=options.sequence_length, seed=0),
     )
     return [stream.next_batch(options.batch, rank=0, processes=1) for _ in range(options.steps + 2)]
 
@@ -151,10 +152,11 @@ def now() -> float:
 
 def run_ours(options: argparse.Namespace) -> dict[str, float]:
     """The run that `headfold uptrain` makes, fed with prepared batches."""
-    from headfold.uptrain.estimate.cost import Shape, flops_per_token
-    from headfold.uptrain.loop import open_run
+    from headfold.uptrain.estimate.cost import ModelSize, flops_per_token
     from headfold.uptrain.processes.devices import peak_flops
     from headfold.uptrain.settings import UptrainSettings
+    from headfold.uptrain.training.opening import open_run
+    from headfold.uptrain.training.preparation import prepare_run
 
     settings = UptrainSettings(
         data="stdlib", steps=options.steps + 2, sequence_length=options.sequence_length, batch=options.batch,
@@ -163,8 +165,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     prepared = batches(options)
     with tempfile.TemporaryDirectory() as name:
-        run = open_run(options.model, Path(name) / "out", settings)
-        run.prepare()
+        run = prepare_run(open_run(options.model, Path(name) / "out", settings))
         run.model.train()
         losses = []
         with Peak() as peak:
@@ -177,7 +178,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     found = {"tokens_per_second": rate, "peak_bytes": peak.bytes, "loss": statistics.fmean(losses)}
     promised = peak_flops(run.accelerator.device)
     if promised:
-        found["mfu"] = rate * flops_per_token(Shape.of(run.model)) / promised
+        found["mfu"] = rate * flops_per_token(ModelSize.of(run.model, encoder_decoder=False)) / promised
     return found
 
 

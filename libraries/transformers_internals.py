@@ -25,6 +25,15 @@ def from_config(model_class: type[PreTrainedModel], config: PretrainedConfig) ->
     return model
 
 
+def layers_within(model: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """List the layers of ``model`` that lie in ``part`` of it, such as its decoder; none if its class names none.
+
+    ``_no_split_modules`` is meant for spreading a model over devices. No other attribute says what a layer is.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in part.modules() if type(module).__name__ in names]
+
+
 def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:
     """Find the parameter that the class's loader fills from each tensor on disk.
 

@@ -71,7 +71,7 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
     """Print the recipe and the plan of each step. The uptraining's teacher is the source itself."""
     import yaml
 
-    from ..uptrain.estimate.dryrun import look_ahead
+    from ..uptrain.dry_run import estimate_run
     from ..uptrain.processes.launch import Layout, find_launch, read_layout
     from .plan import conversion_rows, evaluation_rows
     from .run import refuse_absent_text
@@ -83,6 +83,6 @@ def _look_ahead(recipe: Recipe, launch: str | None) -> None:
     if settings.teacher in ("auto", "source"):
         settings = settings.model_copy(update={"teacher": recipe.checkpoint})
     console.table(f"Converting {recipe.checkpoint}", ["", "source", "result"], conversion_rows(recipe))
-    rows = look_ahead(recipe.checkpoint, settings, layout, refuse=False)
+    rows = estimate_run(recipe.checkpoint, settings, layout, refuse=False)
     console.table(f"Uptraining {recipe.checkpoint}", ["", ""], rows)
     console.table("Comparing", ["", ""], evaluation_rows(recipe))

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..console import error, info
 from ..corpus import TRAIN, Corpus, open_corpus
 from ..errors import HeadfoldError
-from ..uptrain.loop import uptrain_checkpoint
+from ..uptrain.run import uptrain_checkpoint
 from ..uptrain.settings import UptrainSettings
 
 BUNDLED = Path(__file__).parent / "bundled" / "stdlib-5m-mha"

@@ -18,8 +18,8 @@ from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
-from ..uptrain.loop import uptrain_checkpoint
 from ..uptrain.processes.launch import launch
+from ..uptrain.run import uptrain_checkpoint
 from ..uptrain.settings import FREE_ON_RESUME, UptrainSettings
 from ..working_folder import WorkingFolder
 from .schema import Recipe

@@ -42,7 +42,7 @@ def test_lengths_are_those_of_t5():
 @given(
     sequence_length=st.integers(6, 400), seed=st.integers(0, 2**32), density=st.floats(0.05, 0.6), span=st.floats(1, 8)
 )
-def test_nothing_is_lost_and_lengths_are_as_counted(sequence_length, seed, density, span):
+def test_every_token_is_in_source_or_target_and_lengths_are_as_counted(sequence_length, seed, density, span):
     corrupt = SpanCorruption(T5.sentinels, EOS, density, span)
     try:
         tokens = corrupt.tokens_for(sequence_length)
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_sentinels_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("sequence_length", "why"), [(2, "too small"), (4096, "227 spans")])
-def test_blocks_that_cannot_be_corrupted_are_refused(sequence_length, why):
+def test_sequences_that_cannot_be_corrupted_are_refused(sequence_length, why):
     with pytest.raises(UsageError, match=why):
         T5.tokens_for(sequence_length)
 

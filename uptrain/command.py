@@ -54,7 +54,7 @@ def uptrain(
 
         launching.launch(launching.find_launch(launch), launching.without_launch(sys.argv[1:]))
     else:
-        from .loop import uptrain_checkpoint
+        from .run import uptrain_checkpoint
 
         uptrain_checkpoint(
             checkpoint, out, settings, overwrite=overwrite, resume=resume, trust_remote_code=trust_remote_code
@@ -71,11 +71,11 @@ def _show_cost(
     trust_remote_code: bool,
 ) -> None:
     """Print the cost of the run."""
-    from .estimate.dryrun import look_ahead, measure
+    from .dry_run import estimate_run, measure
     from .processes.launch import Layout, find_launch, read_layout
 
     layout = Layout() if launch is None else read_layout(find_launch(launch))
-    rows = look_ahead(checkpoint, settings, layout, device_bytes=device_bytes, trust_remote_code=trust_remote_code)
+    rows = estimate_run(checkpoint, settings, layout, device_bytes=device_bytes, trust_remote_code=trust_remote_code)
     if measured:
         rows += measure(checkpoint, settings, layout, trust_remote_code=trust_remote_code)
     console.table(f"Uptraining {checkpoint}", ["", ""], rows)

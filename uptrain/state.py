@@ -1,8 +1,7 @@
-"""Saves that a killed run resumes from: whole, marked last, numbered, rotated."""
+"""Saves that a killed run resumes from. Each is numbered, marked as complete last, and removed when it is old."""
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,24 +15,30 @@ from safetensors import SafetensorError
 
 from ..console import warn
 from ..errors import HeadfoldError, UsageError
+from ..libraries.accelerate_internals import quiet_about_tied_weights
 from ..working_folder import Changes, changes, describe, flush, read_json, write_json
 from .data.mixture import MixturePosition
 from .settings import ADJUSTABLE, FREE_ON_RESUME, UptrainSettings
 
-# accelerate warns at every save of tied weights that it stores them once, which is what we want
-logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+quiet_about_tied_weights()
 
 _MARKER = "complete.json"
 _PREFIX = "step-"
-_SAVE = re.compile(_PREFIX + "([0-9]+)")  # neither one that is being written nor someone's copy of one
+_SAVE = re.compile(_PREFIX + "([0-9]+)")  # this leaves out a save that is being written, and a user's copy of one
+_RENAMED = {"block": "sequence_length", "clip": "max_grad_norm", "keep": "save_total_limit"}
+"""Settings by their names in saves of version 0.1.0 and before → their names now."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps done, where each corpus stands, and the last losses without spikes.
+    """Progress of a run.
 
     Attributes:
-        adjusted: what was changed on the way, each time with the step: ``{"step": 9, "max_grad_norm": [1.0, 0.5]}``.
+        step: number of optimizer steps done.
+        positions: in the text, one per corpus.
+        losses: the last ones that were not spikes.
+        adjusted: settings that were changed on the way, each time with the step:
+            ``{"step": 9, "max_grad_norm": [1.0, 0.5]}``.
     """
 
     step: int
@@ -42,11 +47,11 @@ class Progress:
     adjusted: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Saves:
-    """The folder ``OUT.training`` beside the output: numbered saves, and the metrics so far.
+class TrainingSaves:
+    """The folder ``OUT.training`` beside the output, with numbered saves and the metrics so far.
 
     Args:
-        identity: which checkpoint is trained on which text; a save of another run is not continued.
+        identity: of checkpoint, text and teacher. A run with another identity does not continue the saves.
     """
 
     def __init__(self, out: Path, settings: UptrainSettings, identity: dict[str, Any]) -> None:
@@ -55,17 +60,17 @@ class Saves:
         self._settings, self._identity = settings, identity
 
     def complete(self) -> Iterator[Path]:
-        """Complete saves, newest first; a broken one is named and passed over."""
+        """Find complete saves, newest first, and warn about each broken one."""
         named = {save: _SAVE.fullmatch(save.name) for save in self.folder.glob(f"{_PREFIX}*")}
         numbers = {save: int(found[1]) for save, found in named.items() if found}
         for save in sorted(numbers, key=numbers.__getitem__, reverse=True):
             if _is_complete(save):
                 yield save
             else:
-                warn(f"The save {save} is incomplete and is passed over.")
+                warn(f"The save {save} is incomplete and is not used.")
 
     def write(self, accelerator: Accelerator, progress: Progress) -> None:
-        """Save model, optimizer, random state and position. Every process must call this: parts are collective."""
+        """Save model, optimizer, random state and position. Every process must call this."""
         final = self.folder / f"{_PREFIX}{progress.step:08d}"
         temporary = final.with_suffix(".tmp")
         if accelerator.is_main_process:
@@ -76,11 +81,11 @@ class Saves:
             accelerator.save_state(str(temporary))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                identity = {**self._identity, "way of sharing weights": _sharing(accelerator)}
+                identity = {**self._identity, _SHARING: _sharing(accelerator)}
                 _mark_complete(temporary, progress, self._settings, identity)
                 shutil.rmtree(final, ignore_errors=True)
                 temporary.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as problem:  # torch says RuntimeError for a full disk
+        except (OSError, RuntimeError, SafetensorError) as problem:  # torch raises RuntimeError if a disk is full
             shutil.rmtree(temporary, ignore_errors=True)
             raise HeadfoldError(
                 f"The save at step {progress.step} failed: {problem}.",
@@ -92,14 +97,17 @@ class Saves:
         accelerator.wait_for_everyone()
 
     def load_newest(self, accelerator: Accelerator, adjusting: bool = False) -> Progress | None:
-        """Restore the newest complete save; None where there is none. Every process must call this.
+        """Restore the newest complete save. Every process must call this.
 
         Args:
-            adjusting: what is ``ADJUSTABLE`` may have changed.
+            adjusting: settings that are ``ADJUSTABLE`` may have changed.
+
+        Returns:
+            None if there is no save.
 
         Raises:
-            UsageError: the save belongs to a run with other settings, of another checkpoint or on other text, or the
-                processes do not see the same saves.
+            UsageError: the save is of a run with other settings, checkpoint or text, or the processes do not see the
+                same saves.
         """
         save = next(self.complete(), None)
         content: dict[str, Any] = read_json(save / _MARKER) if save else {"step": -1}
@@ -111,33 +119,35 @@ class Saves:
             )
         if save is None:
             return None
-        changed = _changed(UptrainSettings.restored(content["settings"]), self._settings)
+        changed = _changed(_with_new_names(content["settings"]), self._settings)
         _refuse_other_settings(changed, adjusting, self.folder)
         _refuse_other_sharing(content["identity"], _sharing(accelerator), self.folder)
         _refuse_other_run(content["identity"], self._identity, self.folder)
         accelerator.load_state(str(save))
         positions = [MixturePosition.from_json(one) for one in content["positions"]]
-        adjusted = content.get("adjusted", []) + ([{"step": content["step"], **changed}] if changed else [])
+        adjusted = [_with_new_names(one) for one in content.get("adjusted", [])]
+        if changed:
+            adjusted.append({"step": content["step"], **changed})
         return Progress(content["step"], positions, content.get("losses", []), adjusted)
 
     def set_aside(self, accelerator: Accelerator, step: int) -> None:
-        """Rename the saves of ``step`` and later, which may hold what spoilt the loss, where an older one is whole."""
+        """Rename the saves of ``step`` and later, whose weights may have spoilt the loss, if there is an older save."""
         saves = list(self.complete()) if accelerator.is_main_process else []
-        spoilt = [save for save in saves if int(save.name.removeprefix(_PREFIX)) >= step]
-        if len(spoilt) < len(saves):
-            for save in spoilt:
+        suspects = [save for save in saves if int(save.name.removeprefix(_PREFIX)) >= step]
+        if len(suspects) < len(saves):
+            for save in suspects:
                 save.rename(save.with_name(f"suspect-{save.name}"))
-                warn(f"{save.name} may hold what spoilt the loss: it is suspect-{save.name} now, out of use.")
+                warn(f"The weights of {save.name} may have spoilt the loss. Unused, it is named suspect-{save.name}.")
 
     def require_one(self) -> None:
-        """Raise where there is nothing to go on from.
+        """Check that there is a run to continue.
 
         Raises:
-            UsageError: no whole save.
+            UsageError: there is no complete save.
         """
         if not any(_is_complete(save) for save in self.folder.glob(f"{_PREFIX}*") if _SAVE.fullmatch(save.name)):
             raise UsageError(
-                f"There is no run to go on with: {self.folder} holds no whole save.",
+                f"There is no run to continue: {self.folder} has no complete save.",
                 "Begin one without --resume always, or check the output path.",
             )
 
@@ -146,7 +156,7 @@ class Saves:
 
 
 def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, identity: dict[str, Any]) -> None:
-    """The marker holds the size of every file, so that a truncated one is seen; it is written after them."""
+    """Write the marker, after all other files. It lists their sizes, so that a truncated file is noticed."""
     sizes = {}
     for file in sorted(path for path in save.rglob("*") if path.is_file()):
         flush(file)
@@ -156,7 +166,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
         "positions": [position.to_json() for position in progress.positions],
         "losses": progress.losses,
         "adjusted": progress.adjusted,
-        "settings": settings.model_dump(),
+        "settings": settings.model_dump(mode="json"),
         "identity": identity,
         "sizes": sizes,
     }
@@ -172,7 +182,7 @@ def _is_complete(save: Path) -> bool:
 
 
 def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    known = [name for name in wanted if name in saved]  # older saves do not know the teacher
+    known = [name for name in wanted if name in saved]  # older saves have no teacher in their identity
     changed = changes(saved, wanted, known)
     if changed:
         raise UsageError(
@@ -181,24 +191,35 @@ def _refuse_other_run(saved: dict[str, Any], wanted: dict[str, Any], folder: Pat
         )
 
 
+_SHARING = "way of sharing weights"
+
+
 def _sharing(accelerator: Accelerator) -> str:
-    """The form of a save hangs on it."""
+    """Tell how processes share weights: saves are not portable between FSDP2 and DDP."""
     return "FSDP2" if accelerator.is_fsdp2 else "none"
 
 
 def _refuse_other_sharing(saved: dict[str, Any], now: str, folder: Path) -> None:
-    before = saved.get("way of sharing weights", now)  # older saves do not say
+    before = saved.get(_SHARING, now)  # older saves do not say
     if before != now:
         raise UsageError(
-            f"{folder} holds a run whose way of sharing weights was {before} and is now {now}; saves cannot follow.",
-            "Go on with the --launch of before, or throw the run away with --resume never.",
+            f"{folder} holds a run whose {_SHARING} was {before} and is now {now}, and saves are not portable between "
+            "the two.",
+            "Go on with the same --launch as before, or throw the run away with --resume never.",
         )
 
 
-def _changed(saved: UptrainSettings, wanted: UptrainSettings) -> Changes:
-    """Find the settings that determine the weights and are not what they were."""
+def _with_new_names(saved: dict[str, Any]) -> dict[str, Any]:
+    """Rename settings that have other names in an older save."""
+    return {_RENAMED.get(name, name): value for name, value in saved.items()}
+
+
+def _changed(saved: dict[str, Any], wanted: UptrainSettings) -> Changes:
+    """Find settings that determine the weights and differ from those of the save."""
     names = [name for name in UptrainSettings.model_fields if name not in FREE_ON_RESUME]
-    return changes(saved.model_dump(), wanted.model_dump(), names)
+    # settings that are younger than the save had no effect on it, as their defaults have none
+    before = {**UptrainSettings().model_dump(mode="json"), **saved}
+    return changes(before, wanted.model_dump(mode="json"), names)
 
 
 def _refuse_other_settings(changed: Changes, adjusting: bool, folder: Path) -> None:

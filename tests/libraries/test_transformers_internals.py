@@ -70,3 +70,11 @@ def test_generation_settings_are_joined_without_those_of_the_model(tmp_path):
     assert (both.num_beams, both.max_length) == (4, 9)
     both.to_json_file(tmp_path / "generation_config.json")
     assert '_from_model_config": true' not in (tmp_path / "generation_config.json").read_text()
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("llama", "LlamaDecoderLayer"), ("gpt_neox", "GPTNeoXLayer")])
+def test_classes_name_their_layers(model_type, layer):
+    model = tiny_model(model_type)
+    assert [type(found).__name__ for found in internals.layers_within(model, model)] == [layer] * 2
+    model._no_split_modules = None
+    assert internals.layers_within(model, model) == []

@@ -9,7 +9,7 @@ import pytest
 from headfold.convert.run import convert_checkpoint
 from headfold.eval.compare import compare
 from headfold.eval.settings import EvalSettings
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
 from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers

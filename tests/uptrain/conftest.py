@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
+from headfold.uptrain.training import loop
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -31,7 +31,7 @@ from runs import called
         (["--target-column", "y", "--mean-span", "4"], "--mean-span would change nothing"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options, says):
+def test_options_without_effect_are_refused(options, says):
     from headfold.uptrain.command import uptrain as uptrain_command
 
     with pytest.raises(UsageError, match=says):
@@ -47,7 +47,7 @@ def test_options_that_mean_nothing_are_refused(options, says):
         ["--schedule", "linear", "--final-learning-rate", "0"],
     ],
 )
-def test_the_same_options_are_taken_where_they_mean_something(options, monkeypatch):
+def test_the_same_options_are_accepted_if_they_have_an_effect(options, monkeypatch):
     from headfold.uptrain import command
 
     looked = []
@@ -57,7 +57,7 @@ def test_the_same_options_are_taken_where_they_mean_something(options, monkeypat
     assert len(looked) == 1
 
 
-def test_a_recipe_says_nothing_in_vain(tmp_path):
+def test_settings_without_effect_are_refused_in_recipes(tmp_path):
     from headfold.recipes.schema import load_recipe
 
     file = tmp_path / "recipe.yaml"

@@ -1,6 +1,8 @@
-"""What a model does with text to learn from it: predict the next token, fill in spans, or write what stands beside it.
+"""Training objectives: predict the next token, fill in spans that were cut out, or write the target of a pair.
 
-Every process walks the whole stream and takes its own rows of each step, see :mod:`headfold.uptrain.data.packed`.
+Every process walks the whole stream and takes its own items of each step, see :mod:`headfold.uptrain.data.packed`.
+
+Letters of shapes: B sequences, S tokens that an encoder reads, T tokens that a decoder reads or writes.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ...checkpoint.backbone import decoder_inputs, is_encoder_decoder
+from ...checkpoint.backbone import decoder_inputs
 from ...corpus import Corpus, Encoder
 from ...errors import UsageError
 from ...pairs import Pair, PairEncoder, padded
 from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
 from ..settings import UptrainSettings
 from .batches import PackedBatch, PairBatch, TrainingBatch
-from .packed import BlockStream, Encode, PackedBlock, PairStream, Position
+from .packed import Encode, PackedTokens, PairStream, Position, SequenceStream
 
 
 class Stream(Protocol):
@@ -31,86 +33,89 @@ class Stream(Protocol):
 
 
 class TrainingObjective(Protocol):
-    """Items drawn from a corpus, and how those of a step become one process's batch."""
+    """Draws items from a corpus, and makes those of a step into one process's batch."""
 
     def stream(self, corpus: Corpus, position: Position | None) -> Stream: ...
 
     def batch(self, step: Sequence[Any], rank: int, processes: int) -> TrainingBatch:
-        """The batch of every ``processes``-th item of the step, counted from ``rank``."""
+        """Make a batch of every ``processes``-th item of the step, counted from ``rank``."""
 
 
 class NextToken:
-    """Packed blocks; each token is predicted from those before it.
+    """Predict each token of packed sequences from those before it.
 
     Args:
-        block: tokens of a block.
+        sequence_length: in tokens.
         seed: of the order of the text.
-        isolate: documents of a block do not see each other.
+        isolate: documents of a sequence do not see each other.
     """
 
     def __init__(self, encode: Encode, *, sequence_length: int, seed: int, isolate: bool = False) -> None:
-        self._encode, self._block, self._seed, self._isolate = encode, sequence_length, seed, isolate
+        self._encode, self._sequence_length, self._seed, self._isolate = encode, sequence_length, seed, isolate
 
-    def stream(self, corpus: Corpus, position: Position | None) -> BlockStream:
-        return BlockStream(corpus, self._encode, sequence_length=self._block, seed=self._seed, position=position)
+    def stream(self, corpus: Corpus, position: Position | None) -> SequenceStream:
+        return SequenceStream(
+            corpus, self._encode, sequence_length=self._sequence_length, seed=self._seed, position=position
+        )
 
-    def batch(self, step: Sequence[PackedBlock], rank: int, processes: int) -> PackedBatch:
+    def batch(self, step: Sequence[PackedTokens], rank: int, processes: int) -> PackedBatch:
         mine = step[rank::processes]
-        ids_BT = torch.tensor([block.ids for block in mine], dtype=torch.long)
+        ids_BT = torch.tensor([packed.ids for packed in mine], dtype=torch.long)
         opens_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        for row, block in enumerate(mine):
-            opens_BT[row, block.openings] = True
+        for row, packed in enumerate(mine):
+            opens_BT[row, packed.openings] = True
         targets = len(step) * (ids_BT.shape[1] - 1)
-        if self._isolate:
-            targets -= sum(place > 0 for block in step for place in block.openings)
+        if self._isolate:  # the first token of a sequence is not predicted anyway, so it is not subtracted again
+            targets -= sum(place > 0 for packed in step for place in packed.openings)
         return PackedBatch(ids_BT, opens_BT, targets, self._isolate)
 
 
 class _PairBatches:
-    """Pairs as batches of one model; its weights are not touched."""
+    """Makes batches of pairs by the rules of one model, whose weights are not used."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def batch(self, step: Sequence[Pair], rank: int, processes: int) -> PairBatch:
         ids_BS, mask_BS, labels_BT = padded(step[rank::processes], self._model.config.pad_token_id or 0)
-        written_BT = decoder_inputs(self._model, labels_BT)
-        return PairBatch(ids_BS, mask_BS, written_BT, labels_BT, sum(len(pair.target) for pair in step))
+        decoder_ids_BT = decoder_inputs(self._model, labels_BT)
+        return PairBatch(ids_BS, mask_BS, decoder_ids_BT, labels_BT, sum(len(pair.target) for pair in step))
 
 
 class Spans(_PairBatches):
-    """Span corruption of packed text, as T5 was pretrained: sources of exactly ``block`` tokens where that is possible.
+    """Span corruption of packed text, as T5 was pretrained: sources of exactly ``sequence_length`` tokens if possible.
 
-    Documents follow each other without a separator, and are then cut, as in T5's own preprocessing. Which spans of a
-    block are cut out hangs on the seed, the block's place in its corpus, pass after pass, and its tokens.
+    Documents follow each other without a separator, and are then cut, as in T5's own preprocessing. The spans that are
+    cut out depend on the seed, on the place of the text in its corpus, pass after pass, and on its tokens.
     """
 
     def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
-        self._corrupt, self._encode, self._seed = corrupt, _bare(tokenizer), seed
+        self._corrupt, self._encode, self._seed = corrupt, _without_special_tokens(tokenizer), seed
         self._tokens = corrupt.tokens_for(sequence_length)
 
     def stream(self, corpus: Corpus, position: Position | None) -> _SpanStream:
-        blocks = BlockStream(corpus, self._encode, sequence_length=self._tokens, seed=self._seed, position=position)
-        return _SpanStream(blocks, self._corrupt, self._seed)
+        texts = SequenceStream(corpus, self._encode, sequence_length=self._tokens, seed=self._seed, position=position)
+        return _SpanStream(texts, self._corrupt, self._seed)
 
 
 class _SpanStream:
-    def __init__(self, blocks: BlockStream, corrupt: SpanCorruption, seed: int) -> None:
-        self._blocks, self._corrupt, self._seed = blocks, corrupt, seed
+    def __init__(self, texts: SequenceStream, corrupt: SpanCorruption, seed: int) -> None:
+        self._texts, self._corrupt, self._seed = texts, corrupt, seed
 
     @property
     def position(self) -> Position:
-        return self._blocks.position
+        return self._texts.position
 
     def __next__(self) -> Pair:
-        ids = next(self._blocks).ids
-        place = self._blocks.position
+        ids = next(self._texts).ids
+        place = self._texts.position
+        # no path or name of the corpus is in the seed, so a corpus that was moved gives the same spans
         return self._corrupt(ids, random.Random(f"{self._seed}:{place.chunk}:{place.drawn}:{ids}"))
 
 
 class Pairs(_PairBatches):
-    """The target beside each text, as the corpus has them; sides longer than ``block`` tokens are cut."""
+    """Write the target of each pair of the corpus; sides longer than ``sequence_length`` tokens are cut."""
 
     def __init__(self, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
@@ -120,8 +125,8 @@ class Pairs(_PairBatches):
         return PairStream(corpus, self._encode, seed=self._seed, position=position)
 
 
-def _bare(tokenizer: Any) -> Encode:
-    """Token ids of a text and nothing else."""
+def _without_special_tokens(tokenizer: Any) -> Encode:
+    """Return a function from a text to its token ids, without EOS and the like."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -129,29 +134,29 @@ def _bare(tokenizer: Any) -> Encode:
     return encode
 
 
-def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any) -> TrainingObjective:
-    """Columns where they are named, else span corruption for an encoder-decoder and the next token for a decoder.
+def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any, encoder_decoder: bool) -> TrainingObjective:
+    """Choose the next token for a decoder; for an encoder-decoder pairs if columns are named, else span corruption.
 
     Raises:
-        UsageError: settings that mean nothing for this model. UnsupportedError: no sentinels for span corruption.
+        UsageError: settings that do not fit the model. UnsupportedError: no sentinels for span corruption.
     """
-    refuse_meaningless(settings, model)
-    block, seed = settings.sequence_length, settings.seed
-    if not is_encoder_decoder(model):
-        return NextToken(Encoder(tokenizer), sequence_length=block, seed=seed, isolate=settings.isolate_documents)
+    refuse_unfit_settings(settings, model, encoder_decoder)
+    length, seed = settings.sequence_length, settings.seed
+    if not encoder_decoder:
+        return NextToken(Encoder(tokenizer), sequence_length=length, seed=seed, isolate=settings.isolate_documents)
     if settings.target_column is not None:
-        return Pairs(tokenizer, model, sequence_length=block, seed=seed)
+        return Pairs(tokenizer, model, sequence_length=length, seed=seed)
     corrupt = SpanCorruption.of(tokenizer, settings.noise_density, settings.mean_span)
-    return Spans(corrupt, tokenizer, model, sequence_length=block, seed=seed)
+    return Spans(corrupt, tokenizer, model, sequence_length=length, seed=seed)
 
 
-def refuse_meaningless(settings: UptrainSettings, model: Any) -> None:
-    """Raise where settings mean nothing for this kind of model, which may be on the meta device.
+def refuse_unfit_settings(settings: UptrainSettings, model: Any, encoder_decoder: bool) -> None:
+    """Check that the settings fit this kind of model, which may be on the meta device.
 
     Raises:
-        UsageError: pairs or spans for a decoder, or documents kept apart in an encoder-decoder.
+        UsageError: pairs or spans for a decoder, or isolated documents for an encoder-decoder.
     """
-    if is_encoder_decoder(model):
+    if encoder_decoder:
         if settings.isolate_documents:
             raise UsageError(
                 "--isolate-documents is for models without an encoder.", "Leave it out; pairs never see each other."

@@ -1,8 +1,8 @@
-"""Text as an endless stream of packed blocks, the same on every process, with a position that can be saved.
+"""Make text an endless stream of packed sequences, the same on every process, with a position that can be saved.
 
-Every process walks the whole stream and takes its own blocks of each step. Reading and tokenising text costs little
-beside a forward pass, and in return the global batch is the same for any number of processes, so a run on two
-processes follows the one on a single process, and a run can resume on another number of them.
+Every process walks the whole stream and takes its own sequences of each step. Reading and tokenising text costs little
+beside a forward pass, and in return the global batch is the same for any number of processes. So a run on two processes
+follows the one on a single process, and a run can resume on another number of them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from ...pairs import Pair, PairEncoder
 
 _SHUFFLE_BUFFER = 10_000  # documents
 _CHUNK_TOKENS = 2**20
+"""Sequences are shuffled within chunks of about this many tokens: enough to mix, and little enough to hold and save."""
 
 Encode = Callable[[str], list[int]]
-"""Text to token ids."""
+"""A function from a text to its token ids."""
 
 
 @dataclass
 class Position:
-    """Where the stream stands: enough to continue it exactly.
+    """Position of a stream, enough to continue it exactly.
 
-    Text is packed in chunks whose blocks are then shuffled, so the position is the start of the current chunk and how
-    many of its blocks have left.
+    Text is packed in chunks whose sequences are then shuffled, so the position is the start of the current chunk and
+    the number of its sequences that were drawn.
 
     Attributes:
-        epoch: passes over the corpus complete at the start of the chunk.
-        documents: documents of that pass consumed before the chunk.
-        carry: token ids of those documents that did not fit into an earlier block.
-        openings: places in ``carry`` at which a document opens.
-        chunk: chunks before this one.
-        drawn: blocks of this chunk that have left.
+        epoch: passes over the corpus that were complete at the start of the chunk.
+        documents: documents of that pass that were read before the chunk.
+        carry: token ids of those documents that did not fit into an earlier sequence.
+        openings: places in ``carry`` at which a document begins.
+        chunk: number of chunks before this one.
+        drawn: sequences of this chunk that were drawn.
     """
 
     epoch: int = 0
@@ -51,15 +52,15 @@ class Position:
         return asdict(self)
 
 
-class PackedBlock(NamedTuple):
-    """Token ids, and the places among them at which a document opens."""
+class PackedTokens(NamedTuple):
+    """One sequence: its token ids, and the places among them at which a document begins."""
 
     ids: list[int]
     openings: list[int]
 
 
 def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
-    """Shuffle through a bounded buffer: a full shuffle below 10,000 documents, and memory stays bounded above."""
+    """Shuffle through a buffer: up to 10,000 documents are shuffled fully, and for more the memory stays bounded."""
     draw = random.Random(seed)
     buffer: list[Document] = []
     for document in documents:
@@ -74,55 +75,56 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
 
 
 class _Packer:
-    """Documents one after the other, cut into blocks; the remainder is carried over, also to the next pass."""
+    """Joins documents and cuts them into sequences; the remainder is carried over, also to the next pass."""
 
     def __init__(self, corpus: Corpus, encode: Encode, sequence_length: int, seed: int, start: Position) -> None:
-        self._corpus, self._encode, self._block, self._seed = corpus, encode, sequence_length, seed
+        self._corpus, self._encode, self._sequence_length, self._seed = corpus, encode, sequence_length, seed
         self.epoch, self.documents = start.epoch, start.documents
         self._tokens, self._opened = list(start.carry), list(start.openings)
-        self._taken = 0  # of the tokens; they are thrown away once a chunk, since a document may have millions
+        # tokens that were cut off already; they are deleted only once per chunk, since a document may have millions
+        self._taken = 0
         self._open_pass()
 
     @property
     def carry(self) -> list[int]:
-        """Token ids that are in no block yet."""
+        """Token ids that are not in a sequence yet."""
         return self._tokens[self._taken :]
 
     @property
     def openings(self) -> list[int]:
-        """Places in ``carry`` at which a document opens."""
+        """Places in ``carry`` at which a document begins."""
         return [place - self._taken for place in self._opened]
 
     def _open_pass(self) -> None:
-        """Start, or go on with, the pass number ``epoch``."""
-        self._blocks_of_pass = 0
+        """Begin or continue the pass number ``epoch``."""
+        self._cut_in_pass = 0
         self._whole_pass = self.documents == 0
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.epoch}")
         self._pass = islice(documents, self.documents, None)
 
-    def chunk(self, blocks: int) -> list[PackedBlock]:
-        """The next ``blocks`` blocks, or fewer when the pass ends, but at least one."""
+    def chunk(self, sequences: int) -> list[PackedTokens]:
+        """Cut the next ``sequences`` sequences, or fewer if the pass ends, but at least one."""
         del self._tokens[: self._taken]
         self._opened, self._taken = self.openings, 0
-        found: list[PackedBlock] = []
-        while len(found) < blocks:
-            if len(self._tokens) - self._taken >= self._block:
+        found: list[PackedTokens] = []
+        while len(found) < sequences:
+            if len(self._tokens) - self._taken >= self._sequence_length:
                 found.append(self._cut())
             elif not self._read_document() and found:
                 break
         return found
 
-    def _cut(self) -> PackedBlock:
-        """Take one block off the carried tokens."""
-        first, end = self._taken, self._taken + self._block
-        cut = PackedBlock(self._tokens[first:end], [place - first for place in self._opened if place < end])
+    def _cut(self) -> PackedTokens:
+        """Cut one sequence off the carried tokens."""
+        first, end = self._taken, self._taken + self._sequence_length
+        cut = PackedTokens(self._tokens[first:end], [place - first for place in self._opened if place < end])
         self._taken = end
         self._opened = [place for place in self._opened if place >= end]
-        self._blocks_of_pass += 1
+        self._cut_in_pass += 1
         return cut
 
     def _read_document(self) -> bool:
-        """Take in one document; False when the pass was over and a new one has been opened."""
+        """Read one document. Returns False if the pass was over; a new one has then begun."""
         document = next(self._pass, None)
         if document is not None:
             self.documents += 1
@@ -131,9 +133,10 @@ class _Packer:
                 self._opened.append(len(self._tokens))
             self._tokens.extend(ids)
             return True
-        if self._whole_pass and not self._blocks_of_pass:
+        if self._whole_pass and not self._cut_in_pass:
             raise DataError(
-                f"{self._corpus.spec} gives {len(self._tokens)} tokens, fewer than one block of {self._block}.",
+                f"{self._corpus.spec} gives {len(self._tokens)} tokens, fewer than one sequence of "
+                f"{self._sequence_length}.",
                 "Give more text, or a smaller --sequence-length.",
             )
         self.epoch, self.documents = self.epoch + 1, 0
@@ -141,37 +144,37 @@ class _Packer:
         return False
 
 
-class BlockStream:
-    """Endless blocks of ``block`` token ids, shuffled within chunks of about a million tokens.
+class SequenceStream:
+    """Endless sequences of ``sequence_length`` token ids, shuffled within chunks of about a million tokens.
 
-    Documents are shuffled, packed one after the other, and the blocks of a chunk are shuffled again, since the blocks
+    Documents are shuffled and packed one after the other. The sequences of a chunk are shuffled again, because those
     of one long document would otherwise fill many steps in a row.
 
     Args:
-        position: where to continue, from :attr:`position` of an earlier stream; the default is the beginning.
+        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
 
     Raises (on iteration):
-        DataError: one whole pass over the corpus gives fewer tokens than one block.
+        DataError: one whole pass over the corpus gives fewer tokens than one sequence.
     """
 
     def __init__(
         self, corpus: Corpus, encode: Encode, *, sequence_length: int, seed: int, position: Position | None = None
     ) -> None:
         self._seed = seed
-        self._blocks_per_chunk = max(1, _CHUNK_TOKENS // sequence_length)
+        self._sequences_per_chunk = max(1, _CHUNK_TOKENS // sequence_length)
         self.position = replace(position) if position else Position()
         self._packer = _Packer(corpus, encode, sequence_length, seed, self.position)
-        self._chunk: list[PackedBlock] = []
+        self._chunk: list[PackedTokens] = []
 
-    def _pack_chunk(self) -> list[PackedBlock]:
-        blocks = self._packer.chunk(self._blocks_per_chunk)
-        random.Random(f"{self._seed}:chunk {self.position.chunk}").shuffle(blocks)
-        return blocks
+    def _pack_chunk(self) -> list[PackedTokens]:
+        sequences = self._packer.chunk(self._sequences_per_chunk)
+        random.Random(f"{self._seed}:chunk {self.position.chunk}").shuffle(sequences)
+        return sequences
 
-    def __iter__(self) -> BlockStream:
+    def __iter__(self) -> SequenceStream:
         return self
 
-    def __next__(self) -> PackedBlock:
+    def __next__(self) -> PackedTokens:
         if not self._chunk:
             self._chunk = self._pack_chunk()
         if self.position.drawn == len(self._chunk):
@@ -189,7 +192,7 @@ class PairStream:
     """Endless pairs of a corpus with targets, in another order on each pass.
 
     Args:
-        position: where to continue, from :attr:`position` of an earlier stream; the default is the beginning.
+        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
 
     Raises (on iteration):
         DataError: one whole pass over the corpus gives no pair.
@@ -201,7 +204,7 @@ class PairStream:
         self._open_pass()
 
     def _open_pass(self) -> None:
-        """Start, or go on with, the pass that the position is in."""
+        """Begin or continue the pass of the position."""
         self._found = self.position.documents > 0
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.position.epoch}")
         self._pass = islice(documents, self.position.documents, None)
@@ -214,7 +217,7 @@ class PairStream:
             document = next(self._pass, None)
             if document is None:
                 if not self._found:
-                    raise DataError(f"{self._corpus.spec} holds no pair of texts.", "Give columns that are not empty.")
+                    raise DataError(f"{self._corpus.spec} has no pair of texts.", "Give columns that are not empty.")
                 self.position = Position(self.position.epoch + 1)
                 self._open_pass()
                 continue

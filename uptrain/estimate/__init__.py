@@ -1,1 +1,1 @@
-"""Cost of a run before it starts."""
+"""The length and the cost of a run, before it starts."""

@@ -1,4 +1,4 @@
-"""From the share of the pretraining budget to optimizer steps."""
+"""Turn the budget of a run, a share of the pretraining tokens or a number, into optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..settings import UptrainSettings
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
         steps: optimizer steps.
-        tokens_per_step: tokens that one step consumes over all processes.
+        tokens_per_step: tokens of one step, over all processes.
     """
 
     steps: int
@@ -23,17 +23,17 @@ class Budget:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the run consumes: whole steps, so at most one step more than asked for."""
+        """Tokens of the run. It consists of whole steps, so this may be up to one step more than the user gave."""
         return self.steps * self.tokens_per_step
 
 
 def plan_budget(settings: UptrainSettings) -> Budget:
-    """Resolve the one way in which the budget is given (fraction: Ainslie et al. 2023, §2.2, alpha).
+    """Compute the steps of a run; a fraction is the alpha of Ainslie et al. 2023, §2.2.
 
     Raises:
         UsageError: no budget, more than one, or a fraction without the number of pretraining tokens.
     """
-    refuse_other_than_one(settings)
+    require_one_budget(settings)
     per_step = settings.batch * settings.sequence_length
     if settings.steps is not None:
         return Budget(settings.steps, per_step)
@@ -50,20 +50,20 @@ def plan_budget(settings: UptrainSettings) -> Budget:
 
 
 def refuse_uneven(batch: int, processes: int) -> None:
-    """Every process takes as many blocks of a step.
+    """Check that every process can take the same number of sequences of a step.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: it cannot.
     """
     if batch % processes:
         raise UsageError(
-            f"A batch of {batch} blocks cannot be shared evenly by {processes} processes.",
+            f"A batch of {batch} sequences cannot be shared evenly by {processes} processes.",
             "Give a --batch that the number of processes divides.",
         )
 
 
-def refuse_other_than_one(settings: UptrainSettings) -> None:
-    """Whatever is trained: its budget is given in one way.
+def require_one_budget(settings: UptrainSettings) -> None:
+    """Check that the budget is given in exactly one way.
 
     Raises:
         UsageError: it is given in none, or in several.

@@ -1,6 +1,6 @@
-"""What a run will take: operations, and memory of one device.
+"""Estimate the operations of a run, and the memory that it needs on each device.
 
-Both are estimates for dense models, good enough to see whether a plan can work; ``--measure`` times the real thing.
+The estimates are for dense models, and good enough to see whether a plan can work. ``--measure`` times real steps.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.backbone import is_encoder_decoder
+from ...checkpoint.load import blank_language_model
+from ...checkpoint.source import Checkpoint
 from ...errors import HeadfoldError
 from ...spans import SpanCorruption
-from ..loss.chunked import chunk_size
+from ..loss.chunked import chunk_tokens
 from ..settings import UptrainSettings
 
 _FLOAT32, _BF16 = 4, 2
-_KEPT_IN_BF16 = 3  # bytes of an activation on average: what norms keep stays float32
-_COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
+_ACTIVATION_IN_BF16 = 3  # bytes on average: the activations of norms stay float32
+_COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's logits
 _INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim")
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _OF_THE_SOURCE = re.compile(r"\b(EncDecAttention|encoder_attn)\.(k|v)(_proj)?\.")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a model that cost depends on.
+class ModelSize:
+    """The sizes of a model that the cost depends on.
 
     Attributes:
-        parameters: all of them; tied ones count once.
-        trained: those that get gradients.
-        looked_up: parameters of tables (embeddings, positions) that are read, not multiplied, as a tied head does.
-        layers, hidden, inner, vocabulary: layers, C, width of the MLP, V.
-        written: of an encoder-decoder: those that are multiplied for what is written alone, head included.
-        decoder_layers: of an encoder-decoder; ``layers`` are then the encoder's.
+        parameters: number of all parameters; tied ones count once.
+        trained: number of those that get gradients.
+        looked_up: parameters of tables (embeddings, positions) that are read and not multiplied. The weight of a head
+            is multiplied, also if it is tied to a table.
+        layers: number of layers; of an encoder-decoder, those of its encoder.
+        hidden: hidden width C.
+        inner: width of the MLP.
+        vocabulary: width V of the logits.
+        written: in an encoder-decoder, parameters that are multiplied for written tokens alone, head included.
+        decoder_layers: in an encoder-decoder, number of decoder layers.
     """
 
     parameters: int
@@ -51,8 +56,8 @@ class Shape:
     decoder_layers: int = 0
 
     @classmethod
-    def of(cls, model: Any) -> Shape:
-        """Read from a model, which may be on the meta device."""
+    def of(cls, model: Any, encoder_decoder: bool) -> ModelSize:
+        """Read the sizes from a model, which may be on the meta device."""
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings()
         hidden = embedding.weight.shape[-1]
@@ -65,24 +70,27 @@ class Shape:
             hidden,
             max(inner) if isinstance(inner, list | tuple) else inner,
             embedding.weight.shape[0],
-            *(_decoder_side(model) if is_encoder_decoder(model) else (0, 0)),
+            *(_decoder_side(model) if encoder_decoder else (0, 0)),
         )
 
     def per_token(self, targets: float) -> int:
-        """Parameters that a token of a block is multiplied with, where ``targets`` of it are written for each one."""
+        """Number of parameters that one read token is multiplied with, if ``targets`` tokens are written for each."""
         used = self.parameters - self.looked_up
         return round(used - self.written + self.written * targets)
 
 
 def _tables(model: Any) -> dict[int, nn.Parameter]:
-    """Tables that the head does not multiply with, by identity."""
+    """Find tables that the head does not multiply with, by identity."""
     multiplied = getattr(model.get_output_embeddings(), "weight", None)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     return {id(one): one for one in tables if isinstance(one, nn.Parameter) and one is not multiplied}
 
 
 def _decoder_side(model: Any) -> tuple[int, int]:
-    """(parameters of decoder and head, its layers); keys and values of what was read are made once a source token."""
+    """Count (parameters of decoder and head, decoder layers).
+
+    The decoder makes keys and values of the source once per source token, so those count as the encoder's.
+    """
     tables = _tables(model)
     own = {id(one): one for name, one in model.get_decoder().named_parameters() if not _OF_THE_SOURCE.search(name)}
     own |= {id(one): one for one in model.get_output_embeddings().parameters()}
@@ -90,20 +98,21 @@ def _decoder_side(model: Any) -> tuple[int, int]:
     return sum(one.numel() for key, one in own.items() if key not in tables), layers
 
 
-def targets_per_token(settings: UptrainSettings, model_writes: bool) -> float:
-    """Target tokens for each token of a block: of span corruption as it counts them; pairs are taken to be even."""
-    if not model_writes or settings.target_column is not None:
+def targets_per_token(settings: UptrainSettings, encoder_decoder: bool) -> float:
+    """Number of target tokens for each token read. Sources and targets of pairs are assumed to be of equal length."""
+    if not encoder_decoder or settings.target_column is not None:
         return 1.0
     corrupt = SpanCorruption(tuple(range(settings.sequence_length)), 0, settings.noise_density, settings.mean_span)
     return corrupt.lengths(corrupt.tokens_for(settings.sequence_length))[1] / settings.sequence_length
 
 
-def flops_per_token(student: Shape, teacher: Shape | None = None, targets: float = 1.0) -> int:
-    """Floating-point operations that a token costs in training (Kaplan et al. 2020, arXiv 2001.08361, §2.1).
+def flops_per_token(student: ModelSize, teacher: ModelSize | None = None, targets: float = 1.0) -> int:
+    """Count the floating-point operations of one token in training (Kaplan et al. 2020, arXiv 2001.08361, §2.1).
 
-    Per weight: 2 in the forward pass, 2 for the gradient of the inputs, 2 more where the weight is trained; the
-    teacher's forward pass 2. The products of attention with itself are left out, as there. Of an encoder-decoder, a
-    token is one of the source, and its decoder works on ``targets`` tokens for each.
+    Each weight costs 2 in the forward pass, 2 for the gradient of the inputs, and 2 more if it is trained. The
+    teacher's forward pass costs 2 per weight. As in the paper, the products of queries with keys and of attention
+    weights with values are left out. In an encoder-decoder the token is one of the source, and the decoder works on
+    ``targets`` tokens for each.
     """
     used, seen = student.parameters - student.looked_up, student.per_token(targets)
     own = 4 * seen + round(2 * min(student.trained, used) * seen / used)
@@ -112,11 +121,11 @@ def flops_per_token(student: Shape, teacher: Shape | None = None, targets: float
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What a run takes.
+    """Operations and memory of a run.
 
     Attributes:
-        flops: of the whole run.
-        memory: bytes on one device, by what they are for.
+        flops: floating-point operations of the whole run.
+        memory: bytes on one device, by their purpose.
     """
 
     flops: int
@@ -130,8 +139,8 @@ class CostEstimate:
 def estimate_cost(
     settings: UptrainSettings,
     tokens: int,
-    student: Shape,
-    teacher: Shape | None = None,
+    student: ModelSize,
+    teacher: ModelSize | None = None,
     *,
     teacher_bytes: int = _BF16,
     processes: int = 1,
@@ -139,59 +148,59 @@ def estimate_cost(
     bf16: bool = False,
     cpu: bool = False,
 ) -> CostEstimate:
-    """Estimate a run on ``processes`` devices.
+    """Estimate the cost of a run on ``processes`` devices.
 
-    Weights, their gradients and AdamW's two moments are float32; under FSDP each device holds its share of all that
-    and of the teacher. A layer keeps about 12 C + 5 I numbers a token for its backward pass where attention itself
-    is computed in one fused piece, C being the hidden size and I the width of the MLP; with gradient checkpointing
-    the C at its entrance, and one layer at a time the rest. A forward pass in bf16 keeps a bf16 copy of each weight
-    for the backward pass; under FSDP layers are gathered anew instead.
+    Weights, their gradients and AdamW's two moments are float32. Under FSDP each device holds its share of all these
+    and of the teacher. With fused attention, a layer keeps about 12 C + 5 I numbers per token for its backward pass,
+    where C is the hidden width and I the width of the MLP. With gradient checkpointing it keeps the C at its entrance,
+    and only one layer at a time has the rest. A forward pass in bf16 keeps a bf16 copy of each weight for the backward
+    pass; under FSDP layers are gathered anew instead.
 
     Args:
-        teacher_bytes: of one of the teacher's weights.
+        teacher_bytes: bytes of one of the teacher's weights.
         sharded: the processes share the weights (FSDP) instead of each holding all (DDP).
         bf16: the forward pass computes in bf16.
         cpu: the devices are CPUs, where chunks of logits are smaller.
     """
     share = processes if sharded else 1
-    positions = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.sequence_length
-    kept = (12 * student.hidden + 5 * student.inner) * positions * (_KEPT_IN_BF16 if bf16 else _FLOAT32)
+    tokens_at_once = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.sequence_length
+    per_token = 12 * student.hidden + 5 * student.inner
+    inside_layer = per_token * tokens_at_once * (_ACTIVATION_IN_BF16 if bf16 else _FLOAT32)
     targets = targets_per_token(settings, bool(student.decoder_layers))
     layers = student.layers + student.decoder_layers * targets
-    layer = student.hidden * positions * _FLOAT32  # bytes of what one puts out
-    chunk = min(positions, chunk_size(student.vocabulary, torch.device("cpu" if cpu else "cuda")))
+    layer_output = student.hidden * tokens_at_once * _FLOAT32
+    checkpointed = round(layer_output * layers) + inside_layer
+    chunk = min(tokens_at_once, chunk_tokens(student.vocabulary, torch.device("cpu" if cpu else "cuda")))
     memory = {
         "weights": student.parameters * _FLOAT32 // share,
         "gradients": student.trained * _FLOAT32 // share,
-        "optimizer": _state(settings, student) * _FLOAT32 // share,
-        "activations": round(layer * layers) + kept if settings.gradient_checkpointing else round(kept * layers),
+        "optimizer": _optimizer_numbers(settings, student) * _FLOAT32 // share,
+        "activations": checkpointed if settings.gradient_checkpointing else round(inside_layer * layers),
         "logits": _COPIES_OF_A_CHUNK * chunk * student.vocabulary * _FLOAT32,
-        "the head's gradient": 2 * student.vocabulary * student.hidden * _FLOAT32,  # its sum, and that times the scale
+        # twice: the sum over chunks, and the sum times the gradient of the loss
+        "the head's gradient": 2 * student.vocabulary * student.hidden * _FLOAT32,
     }
     if bf16 and not sharded:
         memory["weights in bf16"] = student.parameters * _BF16
     if teacher is not None:
         memory["teacher"] = teacher.parameters * teacher_bytes // share
     if teacher is not None and settings.hidden_weight:
-        # the teacher's, of what is written; they make room for the differences one by one
-        memory["hidden states"] = round(layer * (student.decoder_layers * targets or student.layers))
+        # the teacher's, of written tokens; they are freed one by one as the differences are made
+        memory["hidden states"] = round(layer_output * (student.decoder_layers * targets or student.layers))
     return CostEstimate(flops_per_token(student, teacher, targets) * tokens, memory)
 
 
-def _state(settings: UptrainSettings, student: Shape) -> int:
-    """Numbers that the optimizer keeps: two for each trained one, or for Adafactor two for each row of a matrix."""
+def _optimizer_numbers(settings: UptrainSettings, student: ModelSize) -> int:
+    """Count the optimizer's numbers: two for each trained one, or for Adafactor two for each row of a matrix."""
     return 2 * student.trained // (student.hidden if settings.optimizer == "adafactor" else 1)
 
 
-def on_paper(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any, int]:
-    """A checkpoint's model on the meta device from its config alone, and the bytes of one weight on disk.
+def model_without_weights(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """Make a checkpoint's model on the meta device from its config alone; also return the bytes of one weight on disk.
 
     Raises:
-        UsageError, CheckpointError: there is no config.json to be had.
+        UsageError, CheckpointError: there is no config.json.
     """
-    from ...checkpoint.load import blank_language_model
-    from ...checkpoint.source import Checkpoint
-
     source = Checkpoint.open(place, weights=False)
     with torch.device("meta"):
         model = blank_language_model(source.folder, trust_remote_code=trust_remote_code)
@@ -199,10 +208,10 @@ def on_paper(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any
 
 
 def refuse_what_cannot_fit(plan: CostEstimate, available: int, where: str) -> None:
-    """Raise where a plan needs more memory than a device has.
+    """Check that a device has the memory that a plan needs.
 
     Raises:
-        HeadfoldError: it does.
+        HeadfoldError: it has not.
     """
     if plan.bytes_per_device <= available:
         return

@@ -1,4 +1,4 @@
-"""How many tokens common checkpoints were pretrained on, so that ``--fraction`` alone says how long a run is."""
+"""Look up on how many tokens a checkpoint was pretrained, so that ``--fraction`` alone sets the length of a run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..settings import UptrainSettings
 
 @dataclass(frozen=True)
 class Pretraining:
-    """Tokens, and who says so."""
+    """Number of tokens, and the source of that number."""
 
     tokens: int
     source: str
 
 
-# Base models by name, the end of a hub id or of a folder's name; the first match counts. Chat and instruct versions
-# match too: what was pretrained is their base.
+# Base models by name: the end of a hub id or of a folder's name. The first match counts. Chat and instruct versions
+# match too, because it is their base that was pretrained.
 _KNOWN: dict[str, tuple[float, str]] = {
     r"llama-2-\d+b": (2.0e12, "Touvron et al. 2023, arXiv 2307.09288, table 1"),
     r"llama-(7|13)b": (1.0e12, "Touvron et al. 2023, arXiv 2302.13971, table 2"),
@@ -46,11 +46,11 @@ _SUFFIX = r"([-_](hf|base|chat|instruct|it|deduped|v\d.*|gqa.*|mqa.*|g\d+|hfmode
 
 
 def known_pretraining(checkpoint: str | Path, source: Checkpoint | None = None) -> Pretraining | None:
-    """What is known of a checkpoint by its own record, or else by its name or by that of what it was converted from.
+    """Look in the checkpoint's own record, then for its name, then for the name of the source it was converted from.
 
     Args:
-        checkpoint: what the user called it.
-        source: the checkpoint opened, where it is at hand.
+        checkpoint: as the user named it.
+        source: the opened checkpoint, if it is at hand.
     """
     names = [str(checkpoint)]
     if source is not None:
@@ -61,9 +61,9 @@ def known_pretraining(checkpoint: str | Path, source: Checkpoint | None = None) 
         names += _config_names(source.config)
     for name in names:
         short = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-        for pattern, (tokens, said_by) in _KNOWN.items():
+        for pattern, (tokens, reference) in _KNOWN.items():
             if re.fullmatch(pattern + _SUFFIX, short):
-                return Pretraining(int(tokens), said_by)
+                return Pretraining(int(tokens), reference)
     return None
 
 
@@ -75,7 +75,7 @@ def _config_names(config: dict[str, Any]) -> list[str]:
 def resolve_pretraining(
     settings: UptrainSettings, checkpoint: str | Path, source: Checkpoint | None = None
 ) -> UptrainSettings:
-    """Fill in ``pretraining_tokens`` where a fraction was given without them and they are known, and say so."""
+    """Fill in ``pretraining_tokens`` if a fraction was given without them and they are known, and tell the user."""
     if settings.fraction is None or settings.pretraining_tokens is not None:
         return settings
     known = known_pretraining(checkpoint, source)

@@ -1,1 +1,1 @@
-"""Losses over tokens, computed in chunks below the head."""
+"""Losses over tokens, computed in chunks below the head of the model."""

@@ -1,6 +1,7 @@
-"""The loss of a step, computed a chunk of positions at a time.
+"""Compute the loss of a step a chunk of tokens at a time.
 
-Letters of shapes: B blocks, T tokens, C hidden size, N positions, V vocabulary, X = C, or V for a model run whole.
+Letters of shapes: B sequences, T tokens, C hidden width, N target tokens, V vocabulary. Inputs of a head, and their
+gradients, have no letter for their last dimension: its width is C, or V for a model that is run whole.
 """
 
 from __future__ import annotations
@@ -12,85 +13,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head import Split, divert
+from .head import SplitModel, route_calls
 from .hidden_states import LayerOutputs, layer_distance
 from .token_losses import LossSums, TrainingLoss
 
 _LOGITS_BYTES = {"cpu": 16 * 2**20}
 _LOGITS_BYTES_ELSEWHERE = 256 * 2**20
-"""Float32 logits of one chunk: on a CPU what its cache holds, on a GPU enough to keep it busy."""
-_FEWEST = 256
-"""Positions of a chunk at least: each adds a gradient as large as the head to the sum, which must not dominate."""
+"""Bytes of the float32 logits of one chunk: on a CPU they fit into its cache, on a GPU they keep it busy."""
+_MIN_CHUNK_TOKENS = 256
+"""Each chunk adds a gradient as large as the head to the sum. With fewer tokens that addition would dominate."""
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What one micro-batch is to teach, beside its tokens.
+class LossInputs:
+    """Inputs of the loss of one micro-batch, besides those of the model.
 
     Attributes:
-        objective: what is minimised.
-        keep_BT: positions whose logits are for a target.
-        targets_N: these targets: the next tokens of a text, or those that an encoder-decoder is to write.
-        teacher_NX: what the teacher's head makes its logits from at these positions; None without a teacher.
+        loss: what is computed.
+        scored_BT: True at the tokens whose logits predict a target.
+        targets_N: these targets: the next tokens of a text, or the tokens that an encoder-decoder is to write.
+        teacher_N: inputs of the teacher's head for these tokens; None without a teacher.
         teacher: the teacher itself.
-        layers_BTC: what each of the teacher's layers put out; None where hidden states are left alone.
+        layers_BTC: output of each of the teacher's layers; None if hidden states are not compared.
     """
 
-    objective: TrainingLoss
-    keep_BT: Tensor
+    loss: TrainingLoss
+    scored_BT: Tensor
     targets_N: Tensor
-    teacher_NX: Tensor | None = None
-    teacher: Split | None = None
+    teacher_N: Tensor | None = None
+    teacher: SplitModel | None = None
     layers_BTC: list[Tensor] | None = None
 
-    def chunk(self, logits_NV: Tensor, place: slice) -> tuple[LossSums, Tensor]:
-        """LossSums and gradient for the logits of the positions at ``place``."""
+    def of_chunk(self, logits_NV: Tensor, chunk: slice) -> tuple[LossSums, Tensor]:
+        """Compute the sums of one chunk of tokens, and the gradient by its logits."""
         teacher_NV = None
-        if self.teacher is not None and self.teacher_NX is not None:
+        if self.teacher is not None and self.teacher_N is not None:
             with torch.no_grad():
-                teacher_NV = self.teacher.logits(self.teacher_NX[place])
-        return self.objective(logits_NV, self.targets_N[place], teacher_NV)
+                teacher_NV = self.teacher.logits(self.teacher_N[chunk])
+        return self.loss(logits_NV, self.targets_N[chunk], teacher_NV)
 
 
-def teach_in_chunks(model: Any, taps: LayerOutputs | None = None) -> Split:
-    """Let ``model(lesson=Lesson, **inputs)`` return the :class:`LossSums` of that lesson; other calls stay as they are.
+def attach_chunked_loss(model: Any, outputs: LayerOutputs | None = None) -> SplitModel:
+    """Make ``model(loss_inputs=LossInputs, **inputs)`` return :class:`LossSums`; other calls stay as they are.
 
-    The loss is computed inside the call of the head, which is inside that of the model, since a sharded model has its
+    The loss is computed inside the call of the head, which is inside the call of the model: a sharded model has its
     whole weights there and nowhere else.
 
     Args:
-        taps: of the model's layers, for lessons that have the teacher's.
+        outputs: of the model's layers, for losses that compare hidden states with the teacher's.
     """
-    split = Split(model)
+    split = SplitModel(model)
 
-    def on_head(lesson: Lesson, states_NX: Tensor) -> LossSums:
+    def run_head(loss_inputs: LossInputs, head_inputs_N: Tensor) -> LossSums:
         if split.whole:
-            return _lesson_sums(split, lesson, states_NX)
-        sums: LossSums = split.head(states_NX, lesson=lesson)
+            return _sums(split, loss_inputs, head_inputs_N)
+        sums: LossSums = split.head(head_inputs_N, loss_inputs=loss_inputs)
         return sums
 
-    def on_model(*, lesson: Lesson, **inputs: Any) -> LossSums:
-        if taps is None or lesson.layers_BTC is None:
-            return on_head(lesson, split.features(**inputs)[lesson.keep_BT])
-        with taps.watching() as layers_BTC:
-            states_BTX = split.features(**inputs)
-        sums = on_head(lesson, states_BTX[lesson.keep_BT])
-        return lesson.objective.with_hidden(sums, layer_distance(layers_BTC, lesson.layers_BTC, lesson.keep_BT))
+    def run_model(*, loss_inputs: LossInputs, **inputs: Any) -> LossSums:
+        if outputs is None or loss_inputs.layers_BTC is None:
+            return run_head(loss_inputs, split.head_inputs(**inputs)[loss_inputs.scored_BT])
+        with outputs.collecting() as layers_BTC:
+            head_inputs_BT = split.head_inputs(**inputs)
+        sums = run_head(loss_inputs, head_inputs_BT[loss_inputs.scored_BT])
+        distance = layer_distance(layers_BTC, loss_inputs.layers_BTC, loss_inputs.scored_BT)
+        return loss_inputs.loss.add_hidden(sums, distance)
 
     if not split.whole:
-        divert(split.head, "lesson", lambda states_NX, *, lesson: _lesson_sums(split, lesson, states_NX))
-    divert(model, "lesson", on_model)
+        route_calls(
+            split.head, "loss_inputs", lambda head_inputs_N, *, loss_inputs: _sums(split, loss_inputs, head_inputs_N)
+        )
+    route_calls(model, "loss_inputs", run_model)
     return split
 
 
-def _lesson_sums(split: Split, lesson: Lesson, states_NX: Tensor) -> LossSums:
-    size = chunk_size(split.vocabulary, states_NX.device)
+def _sums(split: SplitModel, loss_inputs: LossInputs, head_inputs_N: Tensor) -> LossSums:
+    size = chunk_tokens(split.vocabulary, head_inputs_N.device)
     apply: Any = _ChunkedLoss.apply
-    return LossSums(*apply(split.logits, lesson.chunk, size, states_NX, *split.head_parameters()))
+    return LossSums(*apply(split.logits, loss_inputs.of_chunk, size, head_inputs_N, *split.head_parameters()))
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients in one go: a chunk's logits are gone before the next chunk's are made."""
+    """Computes loss and gradients in one go: the logits of a chunk are gone before those of the next are made."""
 
     @staticmethod
     def forward(
@@ -98,44 +102,44 @@ class _ChunkedLoss(torch.autograd.Function):
         logits_of: Callable[[Tensor], Tensor],
         loss_of: Callable[[Tensor, slice], tuple[LossSums, Tensor]],
         size: int,
-        states_NX: Tensor,
+        head_inputs_N: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        grad_NX = torch.empty_like(states_NX)
+        grad_N = torch.empty_like(head_inputs_N)
         grads: list[Tensor] = []
-        totals = torch.zeros(len(LossSums._fields), device=states_NX.device)
-        for first in range(0, len(states_NX), size):
-            place = slice(first, first + size)
-            with torch.enable_grad():
-                chunk_NX = states_NX[place].detach().requires_grad_()
-                logits_NV = logits_of(chunk_NX)
-            sums, grad_NV = loss_of(logits_NV.detach(), place)
-            found = torch.autograd.grad(logits_NV, [chunk_NX, *trained], grad_NV.to(logits_NV.dtype))
-            grad_NX[place] = found[0]
+        totals = torch.zeros(len(LossSums._fields), device=head_inputs_N.device)
+        for first in range(0, len(head_inputs_N), size):
+            chunk = slice(first, first + size)
+            with torch.enable_grad():  # autograd is off inside a Function
+                inputs_N = head_inputs_N[chunk].detach().requires_grad_()
+                logits_NV = logits_of(inputs_N)
+            sums, grad_NV = loss_of(logits_NV.detach(), chunk)
+            found = torch.autograd.grad(logits_NV, [inputs_N, *trained], grad_NV.to(logits_NV.dtype))
+            grad_N[chunk] = found[0]
             # float32 sums, whatever the weights are in
             grads = [new.float() if not grads else grads[i].add_(new) for i, new in enumerate(found[1:])]
             totals += torch.stack(sums)
-            del logits_NV, grad_NV, found
-        if not len(states_NX):  # a micro-batch of one-token documents, kept apart, teaches nothing
+            del logits_NV, grad_NV, found  # or they would still be there while the next chunk's are made
+        if not len(head_inputs_N):  # a micro-batch of one-token documents that do not see each other has no targets
             grads = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
-        ctx.places = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
-        ctx.count = len(parameters)
-        ctx.save_for_backward(grad_NX, *grads)
-        loss, *parts = (one.clone() for one in totals.unbind())
-        ctx.mark_non_differentiable(*parts)
-        return loss, *parts
+        ctx.trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+        ctx.parameters = len(parameters)
+        ctx.save_for_backward(grad_N, *grads)
+        loss, *terms = (one.clone() for one in totals.unbind())
+        ctx.mark_non_differentiable(*terms)
+        return loss, *terms
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_NX, *grads = ctx.saved_tensors
-        given: list[Tensor | None] = [None] * ctx.count
-        for place, one in zip(ctx.places, grads, strict=True):
-            given[place] = one * grad
-        return None, None, None, grad_NX * grad.to(grad_NX.dtype), *given
+        grad_N, *grads = ctx.saved_tensors
+        of_parameters: list[Tensor | None] = [None] * ctx.parameters
+        for index, one in zip(ctx.trained, grads, strict=True):
+            of_parameters[index] = one * grad
+        return None, None, None, grad_N * grad.to(grad_N.dtype), *of_parameters
 
 
-def chunk_size(vocabulary: int, device: torch.device) -> int:
-    """Positions whose float32 logits fit into what a chunk may take, or the fewest that are worth a chunk."""
-    granted = _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
-    return max(_FEWEST, granted // (4 * vocabulary))
+def chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Number of tokens in a chunk: as many as its bytes allow, but enough to be worth a chunk."""
+    allowed = _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
+    return max(_MIN_CHUNK_TOKENS, allowed // (4 * vocabulary))

@@ -1,9 +1,10 @@
-"""A language model cut below its head, so that logits exist for a chunk of positions at a time.
+"""Split a language model below its head, so that logits exist for a chunk of tokens at a time.
 
-The logits of a vocabulary of 256,000 tokens are the largest tensors of a step by far; no more than a chunk of them
-ever stands in memory here, neither the student's nor the teacher's.
+The logits of a vocabulary of 256,000 tokens are by far the largest tensors of a step. With the split, only one chunk of
+them is in memory, for the student and for the teacher.
 
-Letters of shapes: B blocks, T tokens, C hidden size, N positions, V vocabulary, X = C, or V for a model run whole.
+Letters of shapes: B sequences, T tokens, C hidden width, N target tokens, V vocabulary. The inputs of a head have no
+letter for their last dimension: its width is C, or V for a model that is run whole.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _ROUNDING = 2**-6
 """Share of the largest logit by which two bf16 matrix products of different shape may differ."""
 
 
-class Split:
-    """Runs a model up to its head, and the head on some positions.
+class SplitModel:
+    """Runs a model up to its head, and the head on some tokens.
 
-    The head is the model's own code, soft-capping and scaling included: its ``forward`` is called with a backbone that
-    hands out hidden states computed before. That this gives the model's logits is tried on three tokens; where it does
-    not, the model is run whole, and :attr:`whole` says so.
+    The head is the model's own code, including soft-capping and scaling: the model's ``forward`` is called with a
+    backbone that returns hidden states computed before. The constructor tries on three tokens whether this gives the
+    model's logits. If not, the model is run whole, and :attr:`whole` says so.
 
     Args:
         model: as loaded, before anything wraps it. Its forward pass stays usable.
@@ -35,11 +36,11 @@ class Split:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._forward = model.forward  # bound now: accelerate puts another one in its place
+        self._forward = model.forward  # bound now, because accelerate replaces it
         self.head: Any = model.get_output_embeddings()
         self._backbone = Backbone.of(model) if isinstance(self.head, nn.Module) else None
         self._name = next((name for name, module in model.named_modules() if module is self.head), "")
-        if self._backbone is not None and not self._can_be_cut():
+        if self._backbone is not None and not self._can_be_split():
             self._backbone = None
 
     @property
@@ -50,36 +51,37 @@ class Split:
 
     @property
     def whole(self) -> bool:
-        """True where the model has to be run whole, with all of its logits in memory."""
+        """True if the model has to be run whole, with all of its logits in memory."""
         return self._backbone is None
 
-    def features(self, **inputs: Any) -> Tensor:
-        """What :meth:`logits` takes, (B, T, X): hidden states, or logits of a model run whole."""
+    def head_inputs(self, **inputs: Any) -> Tensor:
+        """Run the model below its head: hidden states (B, T, C), or logits (B, T, V) of a model that is run whole."""
         if self._backbone is None:
             logits_BTV: Tensor = self._forward(**inputs).logits
             return logits_BTV
         states_BTC: Tensor = self._backbone(**inputs).last_hidden_state
         return states_BTC
 
-    def logits(self, states_NX: Tensor) -> Tensor:
-        """Logits (N, V) of these positions."""
+    def logits(self, head_inputs_N: Tensor) -> Tensor:
+        """Run the head: logits (N, V) of these tokens."""
         if self._backbone is None:
-            return states_NX
-        with self._backbone.answering(states_NX[None]) as inputs, self._bare_head():
+            return head_inputs_N
+        with self._backbone.answering(head_inputs_N[None]) as inputs, self._head_without_hooks():
             logits_1NV: Tensor = self._forward(**inputs, use_cache=False).logits
         return logits_1NV[0]
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that the head's gradient reaches; those in use now, which sharding may swap for others."""
+        """The head's parameters, read anew at each call: sharding swaps them for others."""
         return [] if self.whole else list(self.head.parameters())
 
-    def _can_be_cut(self) -> bool:
+    def _can_be_split(self) -> bool:
         training = self._model.training
         self._model.eval()
         try:
             return self._gives_the_logits() and self._owns_its_gradient()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
-            return False  # the model's code asks its backbone for more than hidden states, or its head for less
+            # the model's code wants more from its backbone than hidden states, or calls its head in another way
+            return False
         finally:
             self._model.train(training)
 
@@ -89,14 +91,17 @@ class Split:
         ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device)
         inputs = trial_inputs(self._model, ids_1T)
         whole_TV = self._forward(**inputs, use_cache=False).logits[0].float()
-        states_TC = self.features(**inputs, use_cache=False)[0]
+        states_TC = self.head_inputs(**inputs, use_cache=False)[0]
         parts_TV = torch.cat([self.logits(states_TC[place : place + 1]) for place in range(3)]).float()
-        apart = (parts_TV - whole_TV).abs().max()
-        return bool(apart <= _ROUNDING * whole_TV.abs().max())
+        difference = (parts_TV - whole_TV).abs().max()
+        return bool(difference <= _ROUNDING * whole_TV.abs().max())
 
     @torch.enable_grad()
     def _owns_its_gradient(self) -> bool:
-        """Between hidden states and logits there are no parameters but the head's own."""
+        """Check that no parameter but the head's own stands between hidden states and logits.
+
+        The loss hands on gradients of the head's parameters alone, so any other would silently stay untrained.
+        """
         owned = {id(parameter) for parameter in self.head.parameters()}
         others = [one for one in self._model.parameters() if one.requires_grad and id(one) not in owned]
         weight = self.head.weight
@@ -105,40 +110,41 @@ class Split:
         return all(grad is None for grad in found[1:])
 
     @contextmanager
-    def _bare_head(self) -> Iterator[None]:
-        """The head without its hooks: those of a sharded model must run once a pass, not once a chunk."""
+    def _head_without_hooks(self) -> Iterator[None]:
+        """Bypass the head's hooks: those of a sharded model must run once per pass, and chunks run many times."""
         parent_name, _, name = self._name.rpartition(".")
         parent = self._model.get_submodule(parent_name)
-        parent._modules[name] = _Bare(self.head)
+        setattr(parent, name, _WithoutHooks(self.head))
         try:
             yield
         finally:
-            parent._modules[name] = self.head
+            setattr(parent, name, self.head)
 
 
-class _Bare(nn.Module):
-    """Calls another module's own forward, without hooks and without owning its weights."""
+class _WithoutHooks(nn.Module):
+    """Calls another module's own ``forward``, without its hooks and without owning its weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "_bare", module)
+        # not by plain assignment, which would register the module and list its weights a second time
+        object.__setattr__(self, "_module", module)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        module: Any = self.__dict__["_bare"]
-        return type(module).forward(module, *arguments, **named)
+        module: Any = self.__dict__["_module"]
+        return type(module).forward(module, *arguments, **named)  # the class's: the instance's may be wrapped
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_bare"], name)
+        return getattr(self.__dict__["_module"], name)  # some models read their head's weight or config
 
 
-def divert(module: Any, key: str, handler: Callable[..., Any]) -> None:
-    """Calls of ``module`` with the keyword ``key`` go to ``handler``, all others where they went before.
+def route_calls(module: Any, keyword: str, handler: Callable[..., Any]) -> None:
+    """Send calls of ``module`` that have ``keyword`` to ``handler``; all others go where they went before.
 
-    Going through the module's own call keeps whatever wraps it (DDP, FSDP, autocast, hooks) at work.
+    The handler then runs inside the module's own call, so whatever wraps that call (DDP, FSDP, autocast, hooks) works.
     """
     before = module.forward
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        return handler(*arguments, **named) if key in named else before(*arguments, **named)
+        return handler(*arguments, **named) if keyword in named else before(*arguments, **named)
 
     module.forward = MethodType(forward, module)

@@ -1,6 +1,6 @@
-"""Hidden states of the student drawn towards the teacher's, decoder layer by decoder layer.
+"""Distance between the hidden states of student and teacher, decoder layer by decoder layer.
 
-Letters of shapes: B blocks, T tokens, C hidden size.
+Letters of shapes: B sequences, T tokens, C hidden width.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError, UsageError
+from ...libraries.transformers_internals import layers_within
 
-_TINY = torch.finfo(torch.float32).tiny  # keeps a position whose states are all zero from dividing by zero
+_TINY = torch.finfo(torch.float32).tiny  # a token whose hidden states are all zero would divide by zero
 
 
 class LayerOutputs:
-    """Hands out what each decoder layer of a model puts out in a pass.
+    """Collects the output of each decoder layer during a forward pass.
 
     Args:
-        model: as loaded, before anything wraps it. Of an encoder-decoder the layers of the decoder count.
+        model: as loaded, before anything wraps it. For an encoder-decoder, only the layers of the decoder count.
 
     Raises:
         UsageError: the class does not say which of its modules are layers.
     """
 
     def __init__(self, model: Any) -> None:
-        kinds = set(getattr(model, "_no_split_modules", None) or [])
-        self.layers = [module for module in model.get_decoder().modules() if type(module).__name__ in kinds]
+        self.layers = layers_within(model, model.get_decoder())
         self.hidden_size = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
         if not self.layers:
             raise UsageError(
@@ -37,31 +37,32 @@ class LayerOutputs:
                 "be compared.",
                 "Leave --hidden-weight out.",
             )
-        self._seen: list[Tensor] | None = None
+        self._outputs: list[Tensor] | None = None
         for layer in self.layers:
-            layer.register_forward_hook(self._see)
+            layer.register_forward_hook(self._collect)
 
-    def _see(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        if self._seen is not None:
-            self._seen.append(output[0] if isinstance(output, tuple) else output)
+    def _collect(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        # outside of `collecting` nothing is held: gradient checkpointing runs layers a second time in the backward pass
+        if self._outputs is not None:
+            self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
     @contextmanager
-    def watching(self) -> Iterator[list[Tensor]]:
-        """While open, every layer's output (B, T, C) is added to the list, in the order of the pass."""
-        seen = self._seen = []
+    def collecting(self) -> Iterator[list[Tensor]]:
+        """While open, add the output (B, T, C) of every layer to the list, in the order of the pass."""
+        outputs = self._outputs = []
         try:
-            yield seen
+            yield outputs
         finally:
-            self._seen = None
+            self._outputs = None
 
 
 def refuse_unlike_layers(student: LayerOutputs, teacher: LayerOutputs) -> None:
-    """Raise where the layers of two models cannot be compared one by one.
+    """Check that the layers of two models can be compared one by one.
 
     Raises:
         UsageError: their number or their width differs.
     """
-    sizes = [f"{len(taps.layers)} layers of width {taps.hidden_size}" for taps in (student, teacher)]
+    sizes = [f"{len(outputs.layers)} layers of width {outputs.hidden_size}" for outputs in (student, teacher)]
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"The checkpoint has {sizes[0]} and the teacher {sizes[1]}, so their hidden states cannot be compared.",
@@ -69,17 +70,18 @@ def refuse_unlike_layers(student: LayerOutputs, teacher: LayerOutputs) -> None:
         )
 
 
-def layer_distance(student_BTC: Sequence[Tensor], teacher_BTC: list[Tensor], keep_BT: Tensor) -> Tensor:
-    """Σ over positions of the mean over layers of ‖s − t‖² / ‖t‖², float32, without unit.
+def layer_distance(student_BTC: Sequence[Tensor], teacher_BTC: list[Tensor], scored_BT: Tensor) -> Tensor:
+    """Sum over tokens of the mean over layers of ‖s − t‖² / ‖t‖², in float32 and without unit.
 
-    The mean squared error of hidden states (Jiao et al. 2020, TinyBERT, arXiv 1909.10351, §3.1, eq. 8, without its
-    projection, since the widths agree), divided by the teacher's mean square at that position: otherwise the few
-    positions and layers whose states are hundreds of times as large as the others' would be all that counts.
+    This is the mean squared error of hidden states (Jiao et al. 2020, TinyBERT, arXiv 1909.10351, §3.1, eq. 8, without
+    its projection, since the widths agree), divided by the teacher's mean square at that token. Without the division,
+    the few tokens and layers whose states are hundreds of times larger than the others' would be all that counts.
 
     Args:
-        student_BTC, teacher_BTC: one each for every layer. The teacher's are taken off the list as they are used, so
-            that they and the differences, which the backward pass needs, do not stand in memory together.
-        keep_BT: positions that count.
+        student_BTC: one tensor per layer.
+        teacher_BTC: one tensor per layer. The function empties this list as it goes, so that the teacher's states and
+            the differences, which the backward pass needs, are not in memory together.
+        scored_BT: True at the tokens that count.
 
     Raises:
         UnsupportedError: the student left layers out in this pass (layer drop).
@@ -90,10 +92,10 @@ def layer_distance(student_BTC: Sequence[Tensor], teacher_BTC: list[Tensor], kee
             f"The model ran {len(student_BTC)} layers in a pass and its teacher {layers}.",
             "Leave --hidden-weight out, or set the model's layer drop to zero.",
         )
-    total = torch.zeros((), device=keep_BT.device)
+    total = torch.zeros((), device=scored_BT.device)
     for state_BTC in student_BTC:
         target_BTC = teacher_BTC.pop(0).float()
-        apart_BT = (state_BTC.float() - target_BTC).square().sum(dim=-1)
-        size_BT = target_BTC.square().sum(dim=-1).clamp_min(_TINY)
-        total = total + (apart_BT / size_BT)[keep_BT].sum()
+        squared_distance_BT = (state_BTC.float() - target_BTC).square().sum(dim=-1)
+        squared_size_BT = target_BTC.square().sum(dim=-1).clamp_min(_TINY)
+        total = total + (squared_distance_BT / squared_size_BT)[scored_BT].sum()
     return total / layers

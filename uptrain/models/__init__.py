@@ -1,1 +1,1 @@
-"""The models of a run: student, teacher, and the trained checkpoint."""
+"""Models of a run: the student, its teacher, and the trained checkpoint."""

@@ -1,4 +1,4 @@
-"""Write the trained weights as an ordinary checkpoint: the source's files, dtypes and config, only the numbers new."""
+"""Write the trained weights as an ordinary checkpoint: files, dtypes and config of the source, with new numbers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from ...errors import CheckpointError
 
 
 def whole_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
-    """The full state dict of a model that may be sharded; tied tensors are one again. Every process must call this.
+    """Gather the full state dict of a model that may be sharded. Every process must call this.
 
     Returns:
-        names as in memory; on processes other than the main one it may be empty.
+        tensors by their names in memory; on processes other than the main one it may be empty.
     """
     weights: dict[str, torch.Tensor] = dict(accelerator.get_state_dict(model))
+    # gathering made copies of tied tensors; as one tensor again they are saved once
     tied = getattr(accelerator.unwrap_model(model), "all_tied_weights_keys", None) or {}
-    for name, kept in tied.items():
-        if name in weights and kept in weights and torch.equal(weights[name], weights[kept]):
-            weights[name] = weights[kept]
+    for name, original in tied.items():
+        if name in weights and original in weights and torch.equal(weights[name], weights[original]):
+            weights[name] = weights[original]
     return weights
 
 
@@ -45,18 +46,19 @@ def write_trained(
     overwrite: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Publish ``out`` whole, after its tensors were checked against the source's.
+    """Publish ``out`` as a whole, after its tensors were checked against the source's.
 
     Args:
         model: the unwrapped model; it knows how names in memory become names on disk.
         weights: its full state dict, float32.
-        source: where side files, dtypes and shapes come from. Without weights (training from scratch) the
-            dtype is that of its config.json.
+        source: gives side files, dtypes and shapes. Without weights (training from scratch) the dtype comes from its
+            config.json.
+        entry: of this run, for the record.
     """
     config_dtype = source.config_dtype
     stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
     cast = _cast(weights, lambda name: stored.get(name, config_dtype))
-    # the source's own file is copied below; the library refuses to save some that it loads without complaint
+    # transformers refuses to save some generation configs that it loads without complaint; the file is copied instead
     model.generation_config = GenerationConfig()
     with publishing(out, overwrite=overwrite) as folder:
         model.save_pretrained(folder, state_dict=cast)
@@ -64,6 +66,7 @@ def write_trained(
         (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
         copy_side_files(source, folder)
         left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
+        # a model on the meta device shows that the checkpoint loads, and costs no memory
         load_language_model(folder, device_map="meta", trust_remote_code=trust_remote_code)
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
@@ -76,7 +79,7 @@ _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.Tensor]:
-    """Weights in their stored dtypes; tied tensors stay one, or the head would be saved as a weight of its own."""
+    """Cast weights to their stored dtypes. Tied tensors stay one, or the head would be saved as a weight of its own."""
     cast: dict[int, torch.Tensor] = {}
     return {
         name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype_of(name)).contiguous())
@@ -85,10 +88,10 @@ def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtyp
 
 
 def _left_out(trained: Checkpoint, source: Checkpoint) -> list[str]:
-    """Tensors of the source that the class neither uses nor saves (old buffers, a tied head stored twice).
+    """Find tensors of the source that the class neither uses nor saves (old buffers, a tied head stored twice).
 
     Raises:
-        CheckpointError: a tensor that is saved is not the source's in name, shape and dtype.
+        CheckpointError: a saved tensor differs from the source's in name, shape or dtype.
     """
     found = {name: (info.dtype, tuple(info.shape)) for name, info in trained.tensors.items()}
     wanted = {name: (info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}

@@ -1,26 +1,35 @@
-"""The model that is trained: read or drawn, checked, and made faster."""
+"""The model to train: read or drawn, checked, limited to the weights to train, and made faster."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...checkpoint.load import blank_language_model, load_language_model
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError, UsageError
+from ...libraries.transformers_internals import layers_within
 from ..settings import UptrainSettings
+
+_ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_attn|SelfAttention|EncDecAttention)\.")
+_TRAINED = {
+    "all": re.compile(""),
+    "attention": _ATTENTION,
+    "kv": re.compile(_ATTENTION.pattern + r"(.*\.)?(k|v|kv|key|value|key_value)_?(proj|projection|norm|layernorm)?\."),
+}
 
 
 def build_student(source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> Any:
-    """The model with float32 master weights; updates smaller than bf16's step size would be lost otherwise."""
-    if not from_scratch:
-        return load_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    return blank_language_model(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    """Make the model with float32 weights: in bf16, updates smaller than its step size would be lost."""
+    build = blank_language_model if from_scratch else load_language_model
+    return build(source.folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
-def refuse_long_blocks(sequence_length: int, config: Any) -> None:
-    """Raise where a block is longer than the positions that the model has.
+def refuse_long_sequences(sequence_length: int, config: Any) -> None:
+    """Check that a sequence is not longer than the positions of the model.
 
     Raises:
         UsageError: it is.
@@ -28,13 +37,31 @@ def refuse_long_blocks(sequence_length: int, config: Any) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise UsageError(
-            f"Blocks of {sequence_length} tokens are longer than the {longest} that the model can take.",
+            f"Sequences of {sequence_length} tokens are longer than the {longest} that the model can take.",
             f"Give --sequence-length {longest}.",
         )
 
 
+def freeze_other_weights(model: nn.Module, train: str) -> None:
+    """Leave only the weights of ``train`` trainable: ``all``, ``attention``, or ``kv`` (keys and values).
+
+    Raises:
+        UsageError: the class has no weights of that kind, for example because keys and values are fused with queries.
+    """
+    wanted = _TRAINED[train]
+    found = False
+    for name, parameter in model.named_parameters():
+        trained = wanted.search(f".{name}") is not None
+        parameter.requires_grad_(trained)
+        found |= trained and parameter.ndim >= 2  # a norm of keys alone is not what the user meant
+    if not found:
+        raise UsageError(
+            f"{type(model).__name__} has no weights that `--train {train}` means.", "Take --train attention, or all."
+        )
+
+
 def speed_up(model: Any, settings: UptrainSettings) -> None:
-    """Options that change speed and memory, not what is learnt.
+    """Apply the settings that change speed and memory, but not the result.
 
     Raises:
         UnsupportedError: the class cannot compute its activations again, or does not name the layers to compile.
@@ -46,9 +73,8 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
             )
         model.activation_checkpointing_enable({"use_reentrant": False})
     if settings.compile:
-        # layer by layer: they share one graph, and the head is called from outside
-        kinds = set(getattr(model, "_no_split_modules", None) or [])
-        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        # layer by layer: all layers share one graph, and the head is called from outside the model's forward
+        layers = layers_within(model, model)
         if not layers:
             raise UnsupportedError(
                 f"{type(model).__name__} does not say which of its modules are layers, so none can be compiled.",
@@ -56,3 +82,12 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
             )
         for layer in layers:
             layer.compile()
+
+
+def fit_for_sharding(model: Any, encoder_decoder: bool) -> None:
+    """Let both sides of an encoder-decoder use the very same embedding module, and not only the same weight.
+
+    Otherwise FSDP would put the weight into two of its groups, which it refuses.
+    """
+    if encoder_decoder:
+        model.set_input_embeddings(model.get_input_embeddings())

@@ -1,4 +1,4 @@
-"""The teacher: which checkpoint it is, and the frozen model on its device, sharded where the student is."""
+"""The teacher: find its checkpoint, and run it as a frozen model, sharded if the student is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ...checkpoint.record import last_entry
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import HeadfoldError, UsageError
-from ..loss.head import Split, divert
+from ...libraries.transformers_internals import layers_within
+from ..loss.head import SplitModel, route_calls
 from ..loss.hidden_states import LayerOutputs
 from ..settings import DISTILLATION, UptrainSettings
 from .isolation import refuse_leaks
 
 
 def converted_from(checkpoint: Checkpoint) -> str | None:
-    """The source that the conversion record names, where it is at hand and still the same; None otherwise."""
+    """Return the source that the conversion record names, if it is at hand and unchanged."""
     entry = last_entry(checkpoint.folder, "convert")
     if entry is None:
         return None
@@ -39,11 +40,11 @@ def converted_from(checkpoint: Checkpoint) -> str | None:
 
 
 def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> UptrainSettings:
-    """Replace ``auto`` and ``source`` by the checkpoint they mean, and say which it is.
+    """Replace ``auto`` and ``source`` by the checkpoint they mean, and tell the user.
 
     Raises:
-        UsageError: ``source`` was asked for and nothing says what it is, or the settings say how to learn from a
-            teacher and there is none.
+        UsageError: ``source`` was asked for and no record names it; or there is no teacher, and settings were given
+            that say how to learn from one.
     """
     teacher = settings.teacher
     if teacher == "auto":
@@ -60,20 +61,19 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
         teacher = converted_from(checkpoint) or str(entry["source"])
     resolved = settings.model_copy(update={"teacher": teacher})
     if teacher is None:
-        resolved.refuse_without_effect(
-            [name for name in DISTILLATION if getattr(settings, name) != getattr(_PLAIN, name)]
-        )
+        # `auto` may come to no teacher only here, long after the command line was checked
+        given = [name for name in DISTILLATION if getattr(settings, name) != getattr(_DEFAULTS, name)]
+        resolved.refuse_without_effect(given)
     else:
         info(f"Teacher: {teacher} (--no-teacher trains on the text alone).")
     return resolved
 
 
-_PLAIN = UptrainSettings()
-"""Every setting at its default."""
+_DEFAULTS = UptrainSettings()
 
 
 def digest_of(teacher: str | None) -> str | None:
-    """That of the teacher's files, so that a resumed run learns from the same one; None where it has no safetensors."""
+    """Digest of the teacher's files, so that a resumed run learns from the same one; None if it has no safetensors."""
     try:
         return Checkpoint.open(teacher).digest() if teacher else None
     except HeadfoldError:
@@ -81,30 +81,35 @@ def digest_of(teacher: str | None) -> str | None:
 
 
 class Teacher:
-    """A frozen model that is asked for its logits a chunk of positions at a time.
+    """A frozen model that gives its logits for a chunk of tokens at a time.
 
     Args:
         model: as loaded, on its device.
-        tapped: its layers' hidden states are asked for, too.
+        compares_layers: the run also compares hidden states, so the outputs of the layers are needed.
     """
 
-    def __init__(self, accelerator: Accelerator, model: Any, tapped: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, model: Any, compares_layers: bool = False) -> None:
         self.model, self._accelerator = model, accelerator
-        self.split = Split(model)
-        self.taps = LayerOutputs(model) if tapped else None  # before it is sharded, which renames its layers' classes
+        self.split = SplitModel(model)
+        # before sharding, which renames the classes by which layers are known
+        self.outputs = LayerOutputs(model) if compares_layers else None
         # through the model's own call, since a sharded model has its whole weights only there
-        divert(model, "features", lambda *, features, **inputs: self.split.features(**inputs))
+        route_calls(model, "head_inputs", lambda *, head_inputs, **inputs: self.split.head_inputs(**inputs))
         if accelerator.is_fsdp2:
             _shard(model)
 
-    def features(self, **inputs: Any) -> tuple[Tensor, list[Tensor] | None]:
-        """What ``split.logits`` takes, for these inputs, and what each layer put out where it is tapped."""
+    def head_inputs(self, **inputs: Any) -> tuple[Tensor, list[Tensor] | None]:
+        """Run the model below its head.
+
+        Returns:
+            the input of ``split.logits``, and the output of each layer if hidden states are compared.
+        """
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._accelerator.autocast())
-            layers_BTC = stack.enter_context(self.taps.watching()) if self.taps else None
-            states_BTX: Tensor = self.model(features=True, use_cache=False, **inputs)
-        return states_BTX, layers_BTC
+            layers_BTC = stack.enter_context(self.outputs.collecting()) if self.outputs else None
+            head_inputs_BT: Tensor = self.model(head_inputs=True, use_cache=False, **inputs)
+        return head_inputs_BT, layers_BTC
 
 
 def load_teacher(
@@ -113,31 +118,31 @@ def load_teacher(
     student: Any,
     tokenizer: Any,
     trust_remote_code: bool,
-    tapped: bool = False,
-    isolated: bool = False,
+    compares_layers: bool = False,
+    isolates_documents: bool = False,
 ) -> Teacher:
-    """The frozen teacher in evaluation mode and in its own dtype; on a CPU without bf16 in float32, which is faster.
+    """Load the teacher in evaluation mode and in its own dtype, or in float32 on a CPU without bf16, which is faster.
 
     Args:
-        tapped: see :class:`Teacher`.
-        isolated: documents of a block must not see each other.
+        compares_layers: see :class:`Teacher`.
+        isolates_documents: documents of a sequence must not see each other.
 
     Raises:
         UsageError: its tokens are not the student's. UnsupportedError: its documents see each other.
     """
-    slow = accelerator.device.type == "cpu" and accelerator.mixed_precision == "no"
-    dtype = torch.float32 if slow else "auto"
+    slow_bf16 = accelerator.device.type == "cpu" and accelerator.mixed_precision == "no"
+    dtype = torch.float32 if slow_bf16 else "auto"
     model = load_language_model(place, dtype=dtype, trust_remote_code=trust_remote_code)
     vocabulary = load_tokenizer(place, trust_remote_code=trust_remote_code).get_vocab()
     heads = [one.get_output_embeddings() or one.get_input_embeddings() for one in (model, student)]
     widths = [head.weight.shape[0] for head in heads]
     if vocabulary != tokenizer.get_vocab() or widths[0] != widths[1]:
         raise other_vocabulary(place)
-    if isolated:  # before it moves: what is tried lies on the CPU
+    if isolates_documents:  # while the model is still on the CPU, where the trial's tensors are
         refuse_leaks(model)
-    if not accelerator.is_fsdp2:  # sharding moves one layer after the other, so that none needs room for all
+    if not accelerator.is_fsdp2:  # sharding moves one layer after the other, so that no device needs room for all
         model = model.to(accelerator.device)
-    return Teacher(accelerator, model.eval().requires_grad_(False), tapped)
+    return Teacher(accelerator, model.eval().requires_grad_(False), compares_layers)
 
 
 def other_vocabulary(place: str) -> UsageError:
@@ -148,11 +153,9 @@ def other_vocabulary(place: str) -> UsageError:
 
 
 def _shard(model: Any) -> None:
-    """Every decoder layer sharded by itself; embedding and head stay whole after a pass, for the head's chunks."""
+    """Shard every layer by itself. Embedding and head stay whole after a pass, since the head runs on chunks later."""
     from torch.distributed.fsdp import fully_shard
 
-    layers = set(getattr(model, "_no_split_modules", None) or [])
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module)
+    for layer in layers_within(model, model):
+        fully_shard(layer)
     fully_shard(model, reshard_after_forward=False)

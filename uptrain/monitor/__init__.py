@@ -1,1 +1,1 @@
-"""Metrics, trackers and held-out text."""
+"""Watch a run: its metrics, their trackers, spikes of the loss, and held-out text."""

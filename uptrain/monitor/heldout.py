@@ -1,4 +1,4 @@
-"""Held-out text that is scored during a run, and how much of what conversion lost is won back."""
+"""Score held-out text during a run, and compute how much of the loss by conversion is recovered."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ...checkpoint.backbone import is_encoder_decoder
 from ...checkpoint.load import load_language_model
 from ...console import info
 from ...corpus import HELDOUT, open_corpus
 from ...eval.scoring.perplexity import Perplexity, exponential, score
 from ...eval.scoring.targets import Asking, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_documents
-from ..processes.devices import StopRequested, anyone
+from ..processes.devices import StopRequested, on_any_process
 from ..settings import UptrainSettings
 from .metrics import Metrics
 
 _PORTION_WINDOWS = 32
+"""The processes ask each other after this many windows whether one of them should stop."""
 
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """The held-out text."""
+    """Held-out text, and how it is read."""
 
     documents: Sequence[ScoredDocument]
     description: dict[str, str]
     window: int
 
-    def perplexity(self, model: Any, accelerator: Accelerator, asked: Callable[[], bool] = lambda: False) -> float:
-        """Collective: the processes share the windows.
+    def perplexity(
+        self, model: Any, accelerator: Accelerator, stop_requested: Callable[[], bool] = lambda: False
+    ) -> float:
+        """Score the text. Every process must call this, since they share the windows.
 
         Args:
-            asked: says whether this process was asked to stop; looked at between portions of the text.
+            stop_requested: whether this process should stop; called between portions of the text.
 
         Raises:
-            StopRequested: a process was.
+            StopRequested: a process should stop.
         """
         parts: list[Perplexity] = []
         for portion in self._portions():
-            if parts and anyone(accelerator, asked()):
+            if parts and on_any_process(accelerator, stop_requested()):
                 raise StopRequested
             parts.append(score(model, portion, window=self.window, accelerator=accelerator).total())
         nats = math.fsum(part.nll_nats for part in parts)
         return exponential(nats / sum(part.tokens for part in parts))
 
     def _portions(self) -> Iterator[list[ScoredDocument]]:
-        """Documents that fill some windows, together."""
+        """Group documents so that each group fills some windows."""
         portion: list[ScoredDocument] = []
         for document in self.documents:
             portion.append(document)
@@ -65,18 +67,18 @@ class HeldoutText:
 
     @property
     def identity(self) -> str:
-        """The same for the same tokens, seen through the same window."""
+        """A hash that is the same for the same text and window."""
         tokens = sum(len(document.ids) for document in self.documents)
         content = json.dumps([self.description, len(self.documents), tokens, self.window], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def open_heldout(settings: UptrainSettings, tokenizer: Any, model: Any) -> HeldoutText | None:
-    """The text that the settings name; for an encoder-decoder as targets of the kind that it is trained on."""
+def open_heldout(settings: UptrainSettings, tokenizer: Any, encoder_decoder: bool) -> HeldoutText | None:
+    """Open the text that the settings name; for an encoder-decoder as targets of the kind that it is trained on."""
     if settings.eval_data is None:
         return None
     corpus = open_corpus(settings.eval_data, HELDOUT, settings.columns)
-    if is_encoder_decoder(model):
+    if encoder_decoder:
         column = settings.target_column is not None
         asking = Asking(settings.sequence_length, column, settings.noise_density, settings.mean_span)
         targets = target_text(tokenizer, corpus, asking, max_tokens=settings.eval_tokens)
@@ -87,22 +89,22 @@ def open_heldout(settings: UptrainSettings, tokenizer: Any, model: Any) -> Heldo
     return HeldoutText(documents, corpus.describe(), settings.sequence_length)
 
 
-class Follower:
-    """Scores held-out text as a run goes on, and says how much of what conversion lost is won back.
+class HeldoutMonitor:
+    """Scores held-out text during a run, and computes how much of the loss by conversion is recovered.
 
     Args:
-        watch: the text; None follows nothing.
-        source: what is to be won back: a model, or where its checkpoint is; None where it is not at hand.
-        start: where the checkpoint is that the run began with; None where it has no weights.
+        text: None scores nothing.
+        source: the model whose quality is to be recovered, or the place of its checkpoint; None if not at hand.
+        start: folder of the checkpoint that the run began with; None if it has no weights.
         tokens_per_step: of the run.
 
     Attributes:
-        asked: says whether this process was asked to stop; then scoring raises ``StopRequested``.
+        stop_requested: whether this process should stop; then scoring raises ``StopRequested``.
     """
 
     def __init__(
         self,
-        watch: HeldoutText | None,
+        text: HeldoutText | None,
         accelerator: Accelerator,
         metrics: Metrics,
         *,
@@ -111,23 +113,24 @@ class Follower:
         tokens_per_step: int,
         trust_remote_code: bool,
     ) -> None:
-        self._watch, self._accelerator, self._metrics = watch, accelerator, metrics
+        self._text, self._accelerator, self._metrics = text, accelerator, metrics
         self._source, self._start, self._tokens_per_step = source, start, tokens_per_step
         self._trust = trust_remote_code
-        self.asked: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] = lambda: False
 
     def begin(self, model: Any, step: int, due: bool) -> None:
-        """Score the source and the start, unless a run that goes on did so with the same text.
+        """Score the source and the start, unless the run continues and has done so with the same text.
 
         Args:
-            due: the model is to be scored at this step; a run that was stopped then has not done so.
+            due: the model is due for scoring at this step. A run that was stopped at this step has not done it.
         """
-        watch, writes = self._watch, self._metrics.writes
-        if watch is None:
+        text, writes = self._text, self._metrics.writes
+        if text is None:
             return
-        done = [one for one in self._metrics.lines if one["kind"] == "eval" and one.get("text") == watch.identity]
-        if step and not anyone(self._accelerator, writes and not done):
-            if due and anyone(self._accelerator, writes and done[-1]["step"] != step):
+        done = [one for one in self._metrics.lines if one["kind"] == "eval" and one.get("text") == text.identity]
+        # only the process that writes has the earlier lines, so the others have to ask it
+        if step and not on_any_process(self._accelerator, writes and not done):
+            if due and on_any_process(self._accelerator, writes and done[-1]["step"] != step):
                 self.evaluate(model, step)
             return
         if step:
@@ -140,46 +143,46 @@ class Follower:
 
     def evaluate(self, model: Any, step: int) -> None:
         """Score the model as it is; every process must call this, since they share the windows."""
-        if self._watch is not None:
-            self._add("eval", step, self._watch.perplexity(model, self._accelerator, self.asked))
+        if self._text is not None:
+            self._add("eval", step, self._text.perplexity(model, self._accelerator, self.stop_requested))
 
     @property
     def recovered(self) -> float | None:
-        """See :func:`recovered_share`."""
-        return None if self._watch is None else recovered_share(self._metrics.lines, self._watch.identity)
+        """Share of the loss by conversion that is recovered, see :func:`recovered_share`."""
+        return None if self._text is None else recovered_share(self._metrics.lines, self._text.identity)
 
     @property
-    def heldout(self) -> dict[str, Any] | None:
-        """What a record says: the text, and the last perplexity on it."""
+    def for_record(self) -> dict[str, Any] | None:
+        """Entry for the record: the text, and the last perplexity on it."""
         held = [line["perplexity"] for line in self._metrics.lines if line["kind"] == "eval"]
-        return {**self._watch.description, "perplexity": held[-1]} if self._watch and held else None
+        return {**self._text.description, "perplexity": held[-1]} if self._text and held else None
 
     def _perplexity_of(self, place: Any) -> float:
-        """That of a model, or of a checkpoint that is loaded for this alone."""
-        assert self._watch is not None
+        """Score a model, or a checkpoint that is loaded for this alone."""
+        assert self._text is not None
         model = place
         if isinstance(place, str | Path):
             model = load_language_model(place, dtype=torch.float32, trust_remote_code=self._trust)
             model = model.to(self._accelerator.device)
-        return self._watch.perplexity(model, self._accelerator, self.asked)
+        return self._text.perplexity(model, self._accelerator, self.stop_requested)
 
     def _add(self, kind: str, step: int, perplexity: float) -> None:
-        assert self._watch is not None
+        assert self._text is not None
         tokens = step * self._tokens_per_step
-        self._metrics.add(kind, step=step, tokens=tokens, perplexity=perplexity, text=self._watch.identity)
+        self._metrics.add(kind, step=step, tokens=tokens, perplexity=perplexity, text=self._text.identity)
         info(f"{f'step {step}' if kind == 'eval' else kind} · held-out perplexity {perplexity:.3f}")
 
 
 def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
-    """Share of the gap in log-perplexity between the start and the source that is closed at the last evaluation.
+    """Compute the share of the gap in log-perplexity between start and source that the last evaluation has closed.
 
     Args:
         lines: of the metrics.
-        text: :attr:`HeldoutText.identity`; only what was measured on this text counts.
+        text: :attr:`HeldoutText.identity`; only measurements on this text count.
 
     Returns:
-        1 where the source is reached; None where it was not measured or was not better at the start, and before the
-        first evaluation after the start.
+        1 if the source is reached; None if it was not measured or was not better at the start, and before the first
+        evaluation after the start.
     """
     seen: dict[str, list[float]] = {kind: [] for kind in ("source", "start", "eval")}
     for line in lines:
@@ -187,7 +190,7 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
             seen[line["kind"]].append(line["perplexity"])
     source, evaluated = seen["source"], seen["eval"]
     start = (seen["start"] or evaluated)[:1]
-    only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had won nothing back
+    only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had recovered nothing
     if not source or not evaluated or only_the_start or start[0] <= source[0]:
         return None
     return math.log(start[0] / evaluated[-1]) / math.log(start[0] / source[0])

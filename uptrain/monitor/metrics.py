@@ -1,4 +1,4 @@
-"""Metrics of a run as JSON lines, and the same as one dense line for a person."""
+"""Metrics of a run as JSON lines, and the clock that measures its speed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...console import human_seconds, info
-
 
 class Metrics:
-    """Appends to a ``.jsonl`` file; lines of steps that a resumed run does again are dropped first.
+    """Appends lines to a ``.jsonl`` file. First it drops lines of steps that a resumed run will do again.
 
     Args:
-        file: where the lines go; None on processes that do not write.
-        step: the step from which the run goes on; zero starts the file afresh.
-        track: also gets the numbers of each line, by name, and the step.
+        file: the file; None on processes that do not write.
+        step: the step from which the run goes on; zero begins an empty file.
+        track: called with the numbers of each line, by name, and the step.
     """
 
     def __init__(self, file: Path | None, step: int, track: Callable[[dict[str, float], int], None]) -> None:
@@ -32,7 +30,7 @@ class Metrics:
 
     @property
     def writes(self) -> bool:
-        """True on the process that has the lines from before a resume."""
+        """True on the process that writes, which alone has the lines from before a resume."""
         return self._file is not None
 
     def add(self, kind: str, **values: Any) -> None:
@@ -46,7 +44,7 @@ class Metrics:
 
 
 def _read_whole_lines(file: Path) -> list[dict[str, Any]]:
-    """A process killed in the middle of a write leaves a last line that is no JSON."""
+    """Read the lines up to the first broken one: a process that is killed while it writes leaves part of a line."""
     lines = []
     for text in file.read_text().splitlines():
         try:
@@ -57,7 +55,7 @@ def _read_whole_lines(file: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Tokens per second of the last interval, and the time left at the pace of the whole run."""
+    """Measures tokens per second since the last lap, and the time left at the pace of the whole run."""
 
     def __init__(self, steps_left: int) -> None:
         self._began = self._last = time.perf_counter()
@@ -65,30 +63,10 @@ class Clock:
         self._steps_done = 0
 
     def lap(self, steps: int, tokens: int) -> tuple[float, float]:
-        """(tokens per second since the last lap, seconds left)."""
+        """End a lap, and return (tokens per second in it, seconds left)."""
         now = time.perf_counter()
         rate = tokens / max(now - self._last, 1e-9)
         self._last = now
         self._steps_done += steps
         pace = (now - self._began) / max(self._steps_done, 1)
         return rate, pace * (self._steps_left - self._steps_done)
-
-
-# What stands in the line of a person, where it is known, and how.
-_SHOWN: dict[str, Callable[[float], str]] = {
-    "loss": lambda value: f"loss {value:.4f}",
-    "divergence": lambda value: f"KL {value:.4f}",
-    "hidden": lambda value: f"hidden {value:.4f}",
-    "learning_rate": lambda value: f"lr {value:.2e}",
-    "gradient_norm": lambda value: f"|g| {value:.2f}",
-    "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
-    "mfu": lambda value: f"MFU {100 * value:.0f} %",
-    "recovered": lambda value: f"recovered {100 * value:.0f} %",
-}
-
-
-def say_progress(line: dict[str, Any], steps: int, seconds_left: float) -> None:
-    """``step 120/3500 · 3 % · loss 3.214 · KL 0.31 · lr 1.9e-03 · |g| 0.61 · 6,100 tok/s · ETA 8m12s``."""
-    parts = [f"step {line['step']}/{steps}", f"{100 * line['step'] / steps:.0f} %"]
-    parts += [show(line[name]) for name, show in _SHOWN.items() if line.get(name) is not None]
-    info(" · ".join([*parts, f"ETA {human_seconds(seconds_left)}"]))

@@ -1,12 +1,14 @@
-"""Where metrics go beside the run's own file: the trackers of accelerate."""
+"""Trackers that get the metrics besides the run's own file, by way of accelerate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ...errors import UsageError
+from ..settings import UptrainSettings
 
 _NEEDS = {
     "tensorboard": "tensorboard",
@@ -19,14 +21,14 @@ _NEEDS = {
     "dvclive": "dvclive",
     "swanlab": "swanlab",
 }
-"""Name of a tracker → module that it needs."""
+"""Name of a tracker → the module that it needs."""
 
 
 def chosen_trackers(wanted: Sequence[str]) -> list[str]:
-    """Names that accelerate takes; ``auto`` means tensorboard where it is installed, ``none`` nothing.
+    """Turn names of ``--tracker`` into names of accelerate: ``auto`` is tensorboard if installed, ``none`` is nothing.
 
     Raises:
-        UsageError: an unknown name, a tracker that is not installed, or ``none`` beside others.
+        UsageError: an unknown name, a tracker that is not installed, or ``none`` together with others.
     """
     if "none" in wanted and len(wanted) > 1:
         raise UsageError("`--tracker none` and other trackers contradict each other.", "Leave one of them out.")
@@ -44,5 +46,13 @@ def chosen_trackers(wanted: Sequence[str]) -> list[str]:
 
 
 def logs_folder(out: Path) -> Path:
-    """Where trackers that write files put them; it stays when the run is over."""
+    """Folder of trackers that write files. It stays when the run is over."""
     return out.parent / f"{out.name}.logs"
+
+
+def as_plain_values(settings: UptrainSettings) -> dict[str, Any]:
+    """Turn settings into the few types that every tracker takes."""
+    return {
+        name: value if isinstance(value, int | float | str | bool) else str(value)
+        for name, value in settings.model_dump().items()
+    }

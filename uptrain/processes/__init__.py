@@ -1,1 +1,1 @@
-"""Launching and coordinating the processes of a run."""
+"""Processes of a run: how they start, on which devices they run, and how they stop."""

@@ -1,4 +1,4 @@
-"""accelerate set up for a run, and what is known of the devices that it runs on."""
+"""Set accelerate up for a run, and look up what the devices can do."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    InitProcessGroupKwargs,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...errors import UsageError
+from ...errors import UnsupportedError, UsageError
+from ...libraries import accelerate_internals
 from ..settings import UptrainSettings
 
 # Dense bf16 operations per second, from the makers' data sheets: NVIDIA A100 (2021), A10 (2021), L4 (2023),
-# L40S (2023), H100 (2023), H200 (2024), B200 (2025); AMD MI250X (2021), MI300X (2023). First match counts.
+# L40S (2023), H100 (2023), H200 (2024), B200 (2025); AMD MI250X (2021), MI300X (2023). The first match counts, so a
+# name stands before those that it contains.
 _PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -40,42 +35,42 @@ _PEAK_FLOPS = {
     "MI250X": 383e12,
 }
 
-
 _PATIENCE = timedelta(hours=4)
-"""How long processes wait for one that reads text or writes the result; ten minutes, the default, end a large one."""
+"""Processes wait this long for one that reads text or writes the result. The default of ten minutes ends large runs."""
 
 
 def make_accelerator(settings: UptrainSettings, trackers: list[str], logs: Path) -> Accelerator:
-    """accelerate with the precision that was asked for; an earlier run of this process does not dictate its own.
+    """Make accelerate's object for this run, whatever an earlier run of this process used.
 
     Args:
-        trackers: names as accelerate knows them; those that write files do so in ``logs``.
+        trackers: names as accelerate knows them.
+        logs: folder for trackers that write files.
     """
-    AcceleratorState._reset_state()
-    asked = settings.device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
-    cpu = asked or not torch.accelerator.is_available()
+    accelerate_internals.forget_settings_of_earlier_run()
+    asked_for = settings.device == "cpu" or accelerate_internals.launch_asks_for_cpu()
+    cpu = asked_for or not torch.accelerator.is_available()
     bf16 = settings.precision == "bf16" or (settings.precision == "auto" and has_fast_bf16(cpu))
     precision = "bf16" if bf16 else "no"
-    log_with: list[Any] | None = list(trackers) or None  # an empty list would earn a warning
+    log_with: list[Any] | None = list(trackers) or None  # accelerate warns about an empty list
     handlers = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(
         cpu=cpu, mixed_precision=precision, log_with=log_with, project_dir=logs, kwargs_handlers=handlers
     )
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.num_processes > 1:
-        _settle_sharding(accelerator)
+    if accelerate_internals.launch_asks_for_fsdp() and accelerator.num_processes > 1:
+        _set_up_sharding(accelerator)
     return accelerator
 
 
-def _settle_sharding(accelerator: Accelerator) -> None:
-    """Use FSDP2 as it was asked for, also on CPUs, and add gradients up in float32.
+def _set_up_sharding(accelerator: Accelerator) -> None:
+    """Use FSDP2 as the launch asks for it, also on CPUs, and add gradients up in float32.
 
-    On CPUs accelerate takes the wish for FSDP, shards nothing and says nothing; what it does for a GPU is done here.
-    Where it computes in bf16 it also adds gradients up in bf16 and rounds what the model returns, the loss, to bf16.
+    A run that computes in bf16 would otherwise also add gradients up in bf16, and round what the model returns, the
+    loss, to bf16.
 
     Raises:
-        UsageError: the launch asks for what does not work here.
+        UsageError: the launch asks for something that headfold does not use.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
+    plugin = accelerate_internals.fsdp_plugin(accelerator)
     if plugin.fsdp_version != 2:
         raise UsageError(
             "This launch asks for FSDP in its first version, which headfold does not use.",
@@ -88,29 +83,38 @@ def _settle_sharding(accelerator: Accelerator) -> None:
         )
     if accelerator.mixed_precision != "no":
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerate_internals.turn_on_fsdp(accelerator, plugin)
+
+
+def refuse_untested_optimizer(settings: UptrainSettings, sharded: bool) -> None:
+    """Check that the optimizer has been tested on weights that processes share (FSDP).
+
+    Raises:
+        UnsupportedError: it is Adafactor, which has not.
+    """
+    if sharded and settings.optimizer == "adafactor":
+        raise UnsupportedError(
+            "Adafactor was not tried on weights that processes share (FSDP).", "Take --optimizer adamw, or DDP."
+        )
 
 
 class StopRequested(Exception):
-    """Work was given up because a process was asked to stop: weights, optimizer and random state are as before it."""
+    """Raised to give work up because a process should stop; weights, optimizer and random state are as before it."""
 
 
-def anyone(accelerator: Accelerator, asked: bool) -> bool:
-    """True on every process when it is on one; every process must call this."""
+def on_any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Return True on every process if ``flag`` is true on one. Every process must call this."""
     if accelerator.num_processes == 1:
-        return asked
-    flag = torch.tensor(float(asked), device=accelerator.device)
-    return bool(accelerator.reduce(flag, "sum") > 0)
+        return flag
+    total = torch.tensor(float(flag), device=accelerator.device)
+    return bool(accelerator.reduce(total, "sum") > 0)
 
 
 def has_fast_bf16(cpu: bool) -> bool:
-    """bf16 pays on every accelerator that has it, and on CPUs with matrix units (AMX) for it. Of this machine."""
-    if not cpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private: absent in some versions, then fp32
-    return bool(has_amx and has_amx())
+    """Return True if bf16 is fast on this machine: GPUs need bf16 units, and CPUs matrix units (AMX)."""
+    if cpu:
+        return bool(torch.cpu.get_capabilities().get("amx_tile", False))
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -122,7 +126,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of one device: all of a GPU's, and what is free of the machine's for a CPU."""
+    """Memory of one device: all of a GPU's, or what is free of the machine's for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().available)

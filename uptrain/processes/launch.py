@@ -1,14 +1,13 @@
-"""Start a run on several processes: accelerate's launcher, with a config of ours or of the user."""
+"""Start a run on several processes: accelerate's launcher, with a shipped config or the user's."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,29 +17,42 @@ import psutil
 import yaml
 
 from ...errors import Interrupted, UsageError
+from ...libraries.accelerate_internals import launcher_command, launcher_environment
 
 _SHIPPED = Path(__file__).parents[2] / "recipes" / "accelerate"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""A terminal signals its own session alone, so what it sends, on Ctrl-C or when it closes, is passed on too."""
-_LOOK_SECONDS = 0.2
+"""The processes run in a session of their own, so what a terminal sends on Ctrl-C or when it closes is passed on."""
+_POLL_SECONDS = 0.2
+_SECONDS_TO_SAVE = 600
+"""The launcher kills processes after half a minute by default. A save of a large model takes longer."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread: over how many processes, whether they share the weights (FSDP), whether on CPUs, and
-    whether mpirun starts them."""
+    """How a run is spread over processes.
+
+    Attributes:
+        sharded: they share the weights (FSDP).
+        cpu: they run on CPUs.
+        by_mpirun: mpirun starts them.
+    """
 
     processes: int = 1
     sharded: bool = False
     cpu: bool = False
     by_mpirun: bool = False
 
+    @property
+    def several_on_cpus(self) -> bool:
+        """True for processes that accelerate would leave to mpirun although there is none."""
+        return self.cpu and self.processes > 1 and not (self.sharded or self.by_mpirun)
+
 
 def find_launch(name: str) -> Path:
-    """A launch config by its path, or a shipped one by its name; what it says is checked.
+    """Find a launch config by its path, or a shipped one by its name, and check it.
 
     Raises:
-        UsageError: there is none, or it is malformed.
+        UsageError: it does not exist, or is malformed.
     """
     for file in (Path(name), _SHIPPED / f"{name}.yaml"):
         if file.is_file():
@@ -54,24 +66,24 @@ def find_launch(name: str) -> Path:
 
 
 def read_layout(file: Path) -> Layout:
-    """What a launch config says of processes and sharding.
+    """Read processes and sharding from a launch config.
 
     Raises:
-        UsageError: it is no launch config, or asks for what does not work here.
+        UsageError: it is not a launch config, or asks for something that does not work here.
     """
     try:
         content: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
-        raise _no_config(file, "it cannot be read as YAML") from problem
+        raise _not_a_config(file, "it cannot be read as YAML") from problem
     if not isinstance(content, dict):
-        raise _no_config(file, "it holds no names with values")
+        raise _not_a_config(file, "it has no names with values")
     processes, kind = content.get("num_processes"), content.get("distributed_type")
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
-        raise _no_config(file, f"num_processes is {processes!r} and must be a whole number from 1")
+        raise _not_a_config(file, f"num_processes is {processes!r} and must be a whole number from 1")
     if not isinstance(kind, str) or kind.upper() not in _KINDS:
-        raise _no_config(file, f"distributed_type is {kind!r}, and headfold runs with {', '.join(_KINDS)}")
+        raise _not_a_config(file, f"distributed_type is {kind!r}, and headfold runs with {', '.join(_KINDS)}")
     kind = kind.upper()
-    _refuse_what_does_not_work(file, content, kind, processes)
+    _refuse_unsupported(file, content, kind, processes)
     cpu = kind == "MULTI_CPU" or content.get("use_cpu") is True
     return Layout(processes, kind == "FSDP", cpu, by_mpirun=bool(_mpirun_hosts(content)))
 
@@ -80,8 +92,8 @@ _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU",
 """Kinds of launch, as accelerate names them, in which every process runs the whole loop."""
 
 
-def _refuse_what_does_not_work(file: Path, content: dict[str, Any], kind: str, processes: int) -> None:
-    """What a launch config may say and accelerate, or headfold, would take in silence."""
+def _refuse_unsupported(file: Path, content: dict[str, Any], kind: str, processes: int) -> None:
+    """Refuse what accelerate or headfold would otherwise ignore without a word."""
     if kind == "NO" and processes > 1:
         raise UsageError(
             f"{file} asks for {processes} processes, and distributed_type 'NO' starts one.",
@@ -96,74 +108,67 @@ def _refuse_what_does_not_work(file: Path, content: dict[str, Any], kind: str, p
         return
     plugin = content.get("fsdp_config") or {}
     if not isinstance(plugin, dict):
-        raise _no_config(file, f"fsdp_config is {plugin!r} and must hold names with values")
+        raise _not_a_config(file, f"fsdp_config is {plugin!r} and must hold names with values")
     if plugin.get("fsdp_version") != 2:
         raise UsageError(f"{file} asks for FSDP in its first version.", "Set `fsdp_version: 2` in it.")
 
 
 def _mpirun_hosts(content: dict[str, Any]) -> Any:
-    """The host file of a launch by mpirun, which starts the processes itself."""
+    """Return the host file of a launch by mpirun, which starts the processes itself."""
     mpirun = content.get("mpirun_config")
     return mpirun.get("mpirun_hostfile") if isinstance(mpirun, dict) else None
 
 
-def _no_config(file: Path, fault: str) -> UsageError:
-    return UsageError(f"{file} is no launch config of accelerate: {fault}.", "`accelerate config` writes one.")
+def _not_a_config(file: Path, fault: str) -> UsageError:
+    return UsageError(f"{file} is not a launch config of accelerate: {fault}.", "`accelerate config` writes one.")
 
 
 def launch(file: Path, arguments: Sequence[str]) -> None:
     """Run `headfold ARGUMENTS` under accelerate's launcher, and wait for it.
 
     Raises:
-        Interrupted: a signal stopped it. It is passed on as SIGTERM, and the processes' save is waited for.
-        SystemExit: it ended otherwise than well, with the launcher's exit code.
+        Interrupted: a signal stopped it. It is passed on as SIGTERM, and the save of the processes is waited for.
+        SystemExit: it failed; the code is the launcher's exit code.
     """
     layout = read_layout(file)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *_several(layout)]
-    # a save of a large model takes longer than the half minute that the launcher waits before it kills
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}
-    if layout.cpu:  # which the launcher of several processes forgets
-        environment["ACCELERATE_USE_CPU"] = "true"
-    # a session of its own is a group that can be signalled whole: for one process the launcher passes no signal on
-    process = subprocess.Popen([*command, "-m", "headfold", *arguments], env=environment, start_new_session=True)
-    asked = False
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-
-    # what is ignored, as SIGHUP under nohup, stays so
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    for number in caught:
-        signal.signal(number, pass_on)
-    try:
+    command = launcher_command(file, ["headfold", *arguments], layout.several_on_cpus)
+    environment = launcher_environment(layout.cpu, _SECONDS_TO_SAVE)
+    # in a session of its own: the launcher of a single process passes no signal on, but a whole group can be signalled
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    with _passing_signals_on(process.pid) as passed:
         code = process.wait()
-        while asked and _lives(process.pid):  # the launcher of one process is gone before the save is done
-            time.sleep(_LOOK_SECONDS)
-    finally:
-        for number in caught:
-            signal.signal(number, before[number] or signal.SIG_DFL)
-    if asked and code:
+        while passed and _is_alive(process.pid):  # the launcher of one process is gone before the save is done
+            time.sleep(_POLL_SECONDS)
+    if passed and code:
         raise Interrupted("Stopped by a signal.", "Run the same command to go on from the newest save.")
     if code:
         raise SystemExit(code)
 
 
-def _several(layout: Layout) -> list[str]:
-    """What makes the launcher start all processes of a config for CPUs.
+@contextmanager
+def _passing_signals_on(group: int) -> Iterator[list[int]]:
+    """While open, pass stop signals on to a group of processes as SIGTERM; yields the list of those that came."""
+    passed: list[int] = []
 
-    By itself it leaves them to mpirun, and where that is not set up it starts a single process in silence. Its own
-    way of starting several is called ``--multi_gpu``; on which device they run is another question.
-    """
-    forgotten = layout.cpu and layout.processes > 1 and not (layout.sharded or layout.by_mpirun)
-    return ["--multi_gpu"] if forgotten else []
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(number)
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    # a signal that is ignored, as SIGHUP is under nohup, stays ignored
+    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, pass_on)
+    try:
+        yield passed
+    finally:
+        for number in caught:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
-def _lives(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended and that nobody asked about does not count."""
+def _is_alive(group: int) -> bool:
+    """Return whether a process of the group still runs. A zombie, which has ended but was not waited for, does not."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
@@ -172,13 +177,13 @@ def _lives(group: int) -> bool:
 
 
 def without_launch(arguments: Sequence[str]) -> list[str]:
-    """The command line that the processes get: the same but for ``--launch CONFIG``."""
-    kept, skip = [], False
+    """Take ``--launch CONFIG`` out of a command line: the processes get the rest."""
+    remaining, skip = [], False
     for argument in arguments:
         if skip or argument.startswith("--launch="):
             skip = False
         elif argument == "--launch":
             skip = True
         else:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining

@@ -1,4 +1,4 @@
-"""Stop cleanly on SIGTERM and SIGINT: the first asks, the second insists."""
+"""Stop cleanly on SIGTERM and SIGINT: the first signal asks, a later one ends the process."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ from types import FrameType
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _ECHO_SECONDS = 2.0
-"""A terminal or Slurm signals launcher and processes alike, and the launcher passes it on: that is one wish."""
+"""A terminal or Slurm signals launcher and processes alike, and the launcher passes it on: that is one request."""
 
 
-class StopRequest:
-    """True once a signal asked the run to stop."""
+class StopSignal:
+    """True once a signal has asked the run to stop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
 
     def __bool__(self) -> bool:
-        return self.asked
+        return self.received
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Note the first SIGTERM or SIGINT instead of dying; a second one, two seconds later or more, ends the process.
+def stop_on_signal() -> Iterator[StopSignal]:
+    """Note the first SIGTERM or SIGINT instead of dying. A second one, at least two seconds later, ends the process.
 
     Outside the main thread Python cannot catch signals, and they keep their usual effect.
     """
-    request = StopRequest()
+    stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield stop
         return
     before = {number: signal.getsignal(number) for number in _STOPPING}
-    asked_at = 0.0
+    received_at = 0.0
 
     def restore() -> None:
         for caught in _STOPPING:
+            # None stands for a handler that was not set from Python and cannot be set again
             signal.signal(caught, before[caught] or signal.SIG_DFL)
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received_at
         now = time.monotonic()
-        if not request.asked:
-            request.asked, asked_at = True, now
-        elif now - asked_at >= _ECHO_SECONDS:
+        if not stop.received:
+            stop.received, received_at = True, now
+        elif now - received_at >= _ECHO_SECONDS:
             restore()
             signal.raise_signal(number)
 
     for number in _STOPPING:
-        signal.signal(number, ask)
+        signal.signal(number, note)
     try:
-        yield request
+        yield stop
     finally:
         restore()

@@ -6,9 +6,9 @@ import json
 import pytest
 from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from headfold.errors import DataError, UsageError
-from headfold.uptrain.data.mixture import Mixture, MixturePosition, Part, open_mixture
+from headfold.uptrain.data.mixture import Mixture, MixturePosition, WeightedCorpus, open_mixture
 from headfold.uptrain.data.objective import NextToken
-from headfold.uptrain.data.packed import BlockStream, Position, shuffled
+from headfold.uptrain.data.packed import Position, SequenceStream, shuffled
 from headfold.uptrain.estimate.budget import plan_budget
 from headfold.uptrain.settings import UptrainSettings
 from hypothesis import given
@@ -38,13 +38,13 @@ def numbered(documents: int, length: int) -> Corpus:
     return corpus_of([[100 * (number + 1) + place for place in range(length)] for number in range(documents)])
 
 
-def take(stream: BlockStream, blocks: int) -> list[int]:
+def take(stream: SequenceStream, blocks: int) -> list[int]:
     return [token for _ in range(blocks) for token in next(stream).ids]
 
 
-def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
+def test_packing_carries_the_remainder_and_loses_no_separator():
     """5 documents of 6 tokens and eos, block 16: 2 blocks, and 3 tokens that open the next pass."""
-    stream = BlockStream(numbered(5, 6), Encoder(Numbers(eos=0)), sequence_length=16, seed=0)
+    stream = SequenceStream(numbered(5, 6), Encoder(Numbers(eos=0)), sequence_length=16, seed=0)
     tokens = take(stream, 2)
     next(stream)
     assert stream.position.epoch == 1
@@ -54,13 +54,13 @@ def test_gq081_packing_carries_the_remainder_and_loses_no_separator():
     assert first_pass.count(0) == 5
 
 
-def test_gq081_too_little_text_for_one_block_is_an_error():
-    with pytest.raises(DataError, match=r"35 tokens, fewer than one block of 1024"):
-        next(BlockStream(numbered(5, 7), Encoder(Numbers()), sequence_length=1024, seed=0))
+def test_too_little_text_for_one_sequence_is_an_error():
+    with pytest.raises(DataError, match=r"35 tokens, fewer than one sequence of 1024"):
+        next(SequenceStream(numbered(5, 7), Encoder(Numbers()), sequence_length=1024, seed=0))
 
 
 def test_documents_stay_whole_and_in_one_piece_within_an_epoch():
-    tokens = take(BlockStream(numbered(8, 5), Encoder(Numbers(eos=0)), sequence_length=6, seed=1), 8)
+    tokens = take(SequenceStream(numbered(8, 5), Encoder(Numbers(eos=0)), sequence_length=6, seed=1), 8)
     documents = [tokens[start : start + 6] for start in range(0, 48, 6)]
     assert sorted(document[0] // 100 for document in documents) == list(range(1, 9))
     assert all(document[5] == 0 and document[4] - document[0] == 4 for document in documents)
@@ -70,7 +70,9 @@ def test_epochs_are_shuffled_differently_and_by_the_seed():
     def order(seed: int) -> list[int]:
         return [
             token // 100
-            for token in take(BlockStream(numbered(20, 4), Encoder(Numbers()), sequence_length=4, seed=seed), 40)[::4]
+            for token in take(SequenceStream(numbered(20, 4), Encoder(Numbers()), sequence_length=4, seed=seed), 40)[
+                ::4
+            ]
         ]
 
     first, second = order(0)[:20], order(0)[20:]
@@ -80,7 +82,7 @@ def test_epochs_are_shuffled_differently_and_by_the_seed():
 
 
 @given(stop=st.integers(0, 40), sequence_length=st.integers(2, 23), chunk=st.sampled_from([1, 3, 1000]))
-def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, sequence_length, chunk):
+def test_a_saved_position_continues_without_gap_or_repeat(stop, sequence_length, chunk):
     corpus = numbered(10, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headfold.uptrain.data.packed._CHUNK_TOKENS", chunk * sequence_length)
@@ -88,19 +90,20 @@ def test_gq064_gq080_a_saved_position_continues_without_gap_or_repeat(stop, sequ
 
 
 def _continues_exactly(corpus, stop, sequence_length):
-    whole = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
+    whole = SequenceStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     expected = take(whole, 60)
-    begun = BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
+    begun = SequenceStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     before = take(begun, stop)
     saved = Position(**json.loads(json.dumps(begun.position.to_json())))
     after = take(
-        BlockStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved), 60 - stop
+        SequenceStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved),
+        60 - stop,
     )
     assert before + after == expected
 
 
 def test_a_saved_position_does_not_move_with_the_stream():
-    stream = BlockStream(numbered(10, 7), Encoder(Numbers()), sequence_length=8, seed=0)
+    stream = SequenceStream(numbered(10, 7), Encoder(Numbers()), sequence_length=8, seed=0)
     take(stream, 9)
     kept = stream.position
     saved = copy.deepcopy(kept)
@@ -108,23 +111,23 @@ def test_a_saved_position_does_not_move_with_the_stream():
     assert kept == saved != stream.position
 
 
-def test_blocks_of_one_long_document_are_spread_over_a_chunk():
+def test_sequences_of_one_long_document_are_spread_over_a_chunk():
     """One document of 64 blocks among 64 of one block: in order it would fill 64 blocks in a row."""
     documents = [[7] * 256, *([number + 100] * 4 for number in range(64))]
-    stream = BlockStream(corpus_of(documents), Encoder(Numbers()), sequence_length=4, seed=0)
+    stream = SequenceStream(corpus_of(documents), Encoder(Numbers()), sequence_length=4, seed=0)
     long = [next(stream).ids[0] == 7 for _ in range(128)]
     assert sum(long) == 64
     assert 20 < sum(long[:64]) < 44  # in order it would be 0 or 64 to within one document
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_gq079_processes_share_a_step_without_overlap(processes):
+def test_processes_share_a_step_without_overlap(processes):
     """The stream is one for all processes, so neither shards nor their number can be fewer than the processes."""
-    parts = [Part(numbered(9, 7), 1.0)]
+    parts = [WeightedCorpus(numbered(9, 7), 1.0)]
     encode = Encoder(Numbers(eos=0))
     plain, isolating = (NextToken(encode, sequence_length=8, seed=2, isolate=isolate) for isolate in (False, True))
     streams = [Mixture(parts, plain) for _ in range(processes)]
-    reference = BlockStream(numbered(9, 7), Encoder(Numbers(eos=0)), sequence_length=8, seed=2)
+    reference = SequenceStream(numbered(9, 7), Encoder(Numbers(eos=0)), sequence_length=8, seed=2)
     for _ in range(5):
         shares = [stream.next_batch(4, rank=rank, processes=processes) for rank, stream in enumerate(streams)]
         found = sorted(tuple(row) for share in shares for row in share.ids_BT.tolist())
@@ -136,8 +139,8 @@ def test_gq079_processes_share_a_step_without_overlap(processes):
 
 
 @given(length=st.integers(1, 9), sequence_length=st.integers(2, 12))
-def test_openings_stand_where_documents_begin(length, sequence_length):
-    stream = BlockStream(numbered(12, length), Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=0)
+def test_openings_mark_where_documents_begin(length, sequence_length):
+    stream = SequenceStream(numbered(12, length), Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=0)
     taken = [next(stream) for _ in range(12 * (length + 1) // sequence_length)]
     for one in taken:
         assert one.openings == [place for place, token in enumerate(one.ids) if token and token % 100 == 0]
@@ -145,14 +148,17 @@ def test_openings_stand_where_documents_begin(length, sequence_length):
 
 def test_a_mixture_holds_its_weights_in_every_stretch():
     threes, ones = numbered(30, 7), corpus_of([[7] * 7 for _ in range(30)])
-    mixture = Mixture([Part(threes, 3.0), Part(ones, 1.0)], NextToken(Encoder(Numbers()), sequence_length=7, seed=0))
+    mixture = Mixture(
+        [WeightedCorpus(threes, 3.0), WeightedCorpus(ones, 1.0)],
+        NextToken(Encoder(Numbers()), sequence_length=7, seed=0),
+    )
     sevens = [next(mixture).ids[0] == 7 for _ in range(400)]
     assert all(sum(sevens[start : start + 4]) == 1 for start in range(0, 400, 4))
 
 
 @given(stop=st.integers(0, 40))
-def test_gq064_a_mixture_continues_without_gap_or_repeat(stop):
-    parts = [Part(numbered(10, 7), 2.5), Part(corpus_of([[7] * 5 for _ in range(4)]), 1.0)]
+def test_a_mixture_continues_without_gap_or_repeat(stop):
+    parts = [WeightedCorpus(numbered(10, 7), 2.5), WeightedCorpus(corpus_of([[7] * 5 for _ in range(4)]), 1.0)]
     whole = take(Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5)), 60)
     begun = Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5))
     before = take(begun, stop)
@@ -194,7 +200,7 @@ class TestEncoder:
         assert Encoder(Numbers(bos=8))("1 2") == [8, 1, 2]
         assert Encoder(Numbers(bos=8, add_bos=True))("1 2") == [8, 1, 2]
 
-    def test_gq083_without_either_documents_follow_each_other_with_a_warning(self, capfd):
+    def test_without_either_documents_follow_each_other_with_a_warning(self, capfd):
         assert Encoder(Numbers())("1 2") == [1, 2]
         assert "neither eos nor bos" in capfd.readouterr().err
 
@@ -213,13 +219,13 @@ def test_the_standard_library_is_split_by_path():
     assert {"argparse.py", "ast.py"} <= train | heldout
 
 
-def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
+def test_a_stream_without_a_length_needs_a_budget_and_wraps():
     """Text that is read from a generator: nothing asks for its length, and when it ends it is read again."""
 
     def read():
         yield from (Document(str(number), f"{number} {number} {number}") for number in range(1, 6))
 
-    stream = BlockStream(
+    stream = SequenceStream(
         Corpus("generator", "1", read, streamed=True), Encoder(Numbers(eos=0)), sequence_length=4, seed=0
     )
     tokens = take(stream, 12)
@@ -229,11 +235,11 @@ def test_gq077_a_stream_without_a_length_needs_a_budget_and_wraps():
         plan_budget(UptrainSettings())
 
 
-def test_gq078_documents_of_any_length_reach_two_processes_once():
+def test_documents_of_any_length_reach_two_processes_once():
     documents = [[1000 * (number + 1) + place for place in range(1 + number * 7 % 13)] for number in range(24)]
     total = sum(map(len, documents))
     mixtures = [
-        Mixture([Part(corpus_of(documents), 1.0)], NextToken(Encoder(Numbers()), sequence_length=2, seed=0))
+        Mixture([WeightedCorpus(corpus_of(documents), 1.0)], NextToken(Encoder(Numbers()), sequence_length=2, seed=0))
         for _ in range(2)
     ]
     seen: list[int] = []

@@ -9,13 +9,14 @@ import pytest
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.checkpoint.record import last_entry
 from headfold.corpus import Columns
-from headfold.uptrain import loop
+from headfold.uptrain import dry_run
 from headfold.uptrain.data.mixture import Mixture, open_mixture
 from headfold.uptrain.data.objective import Pairs
-from headfold.uptrain.estimate import dryrun
-from headfold.uptrain.estimate.cost import Shape, flops_per_token
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.estimate.cost import ModelSize, flops_per_token
+from headfold.uptrain.monitor import progress
 from headfold.uptrain.processes.launch import Layout
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import preparation
 from runs import metrics
 
 _PEAK = 1e9
@@ -50,17 +51,15 @@ def by_hand(paired, tiny_t5, pairs_file):
     return [tuple(sum(map(len, side)) for side in zip(*step, strict=True)) for step in steps]
 
 
-def test_pairs_shorter_than_their_blocks_are_counted_as_they_are(
-    paired, by_hand, tiny_t5, tmp_path, cut_power, monkeypatch
-):
+def test_rates_count_the_real_tokens_of_short_pairs(paired, by_hand, tiny_t5, tmp_path, cut_power, monkeypatch):
     """Also over a stop between two lines of progress."""
-    monkeypatch.setattr(loop, "Clock", OneSecond)
-    monkeypatch.setattr(loop, "peak_flops", lambda device: _PEAK)
+    monkeypatch.setattr(progress, "Clock", OneSecond)
+    monkeypatch.setattr(preparation, "peak_flops", lambda device: _PEAK)
     cut_power(5, tiny_t5, tmp_path / "out", paired)
     out = uptrain_checkpoint(tiny_t5, tmp_path / "out", paired)
     lines = metrics(out, "train")
     assert [line["tokens_per_second"] for line in lines] == [read for read, _ in by_hand]
-    shape = Shape.of(load_language_model(tiny_t5))
+    shape = ModelSize.of(load_language_model(tiny_t5), encoder_decoder=True)
     flops = [read * flops_per_token(shape, targets=written / read) for read, written in by_hand]
     assert [line["mfu"] for line in lines] == pytest.approx([one / _PEAK for one in flops])
     entry = last_entry(out, "uptrain")
@@ -68,20 +67,20 @@ def test_pairs_shorter_than_their_blocks_are_counted_as_they_are(
     assert entry["tokens"] == 6 * 4 * 32
 
 
-def test_a_line_for_several_steps_counts_them_all(paired, by_hand, tiny_t5, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "Clock", OneSecond)
+def test_a_line_for_several_steps_counts_all_their_tokens(paired, by_hand, tiny_t5, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "Clock", OneSecond)
     out = uptrain_checkpoint(tiny_t5, tmp_path / "out", paired.model_copy(update={"log_every": 3}))
     reads = [read for read, _ in by_hand]
     assert [line["tokens_per_second"] for line in metrics(out, "train")] == [sum(reads[:3]), sum(reads[3:])]
 
 
-def test_blocks_of_packed_text_are_full(finished):
+def test_packed_sequences_have_no_padding(finished):
     entry = last_entry(finished, "uptrain")
     assert entry["tokens_read"] == entry["tokens"]
 
 
-def test_measured_speed_counts_what_was_read(paired, by_hand, tiny_t5, monkeypatch):
+def test_measured_speed_counts_real_tokens(paired, by_hand, tiny_t5, monkeypatch):
     """The first two of three steps are left out."""
-    monkeypatch.setattr(dryrun, "time", SimpleNamespace(perf_counter=count().__next__))
-    rows = dict(dryrun.measure(tiny_t5, paired.model_copy(update={"steps": 3}), Layout()))
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=count().__next__))
+    rows = dict(dry_run.measure(tiny_t5, paired.model_copy(update={"steps": 3}), Layout()))
     assert rows["tokens per second, measured here"] == str(by_hand[2][0])

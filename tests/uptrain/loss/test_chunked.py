@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from headfold.uptrain.loss import chunked as headloss
-from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
-from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.chunked import LossInputs, attach_chunked_loss
+from headfold.uptrain.loss.head import SplitModel
 from headfold.uptrain.loss.token_losses import TrainingLoss
 from tiny import tiny_model
 
@@ -23,17 +23,17 @@ TYPES = ["llama", "gemma2", "cohere", "granite", "falcon_h1", "qwen2_moe"]
 def _small_chunks(monkeypatch):
     """Seven positions of 300 tokens, so that several chunks and a last, shorter one are needed."""
     monkeypatch.setattr(headloss, "_LOGITS_BYTES", {"cpu": 7 * 300 * 4})
-    monkeypatch.setattr(headloss, "_FEWEST", 1)
+    monkeypatch.setattr(headloss, "_MIN_CHUNK_TOKENS", 1)
 
 
-def teach(model, objective=None, teacher=None):
-    """Loss of one lesson after its backward pass."""
+def train_once(model, objective=None, teacher=None):
+    """The loss of one micro-batch, after its backward pass."""
     features = None
     if teacher is not None:
         with torch.no_grad():
-            features = teacher.features(input_ids=IDS, use_cache=False)[KEEP]
-    lesson = Lesson(objective or TrainingLoss(), KEEP, TARGETS, features, teacher)
-    loss = model(lesson=lesson, input_ids=IDS, use_cache=False).loss
+            features = teacher.head_inputs(input_ids=IDS, use_cache=False)[KEEP]
+    loss_inputs = LossInputs(objective or TrainingLoss(), KEEP, TARGETS, features, teacher)
+    loss = model(loss_inputs=loss_inputs, input_ids=IDS, use_cache=False).loss
     loss.backward()
     return loss.detach()
 
@@ -57,12 +57,12 @@ def test_chunked_loss_and_gradients_are_the_plain_ones(model_type):
     plain.backward()
     expected = grads(model)
     model.zero_grad()
-    assert not teach_in_chunks(model).whole
-    assert float(teach(model)) == pytest.approx(float(plain.detach()), rel=1e-6)
+    assert not attach_chunked_loss(model).whole
+    assert float(train_once(model)) == pytest.approx(float(plain.detach()), rel=1e-6)
     assert_equal_to_1e6(grads(model), expected)
 
 
-def test_so_they_are_with_a_teacher_a_temperature_and_text(plain_loss):
+def test_chunked_loss_and_gradients_with_a_teacher_a_temperature_and_text(plain_loss):
     model, teacher = tiny_model("gemma2"), tiny_model("gemma2", seed=1)
     objective = TrainingLoss(0.6, 2.0, "reverse")
     with torch.no_grad():
@@ -70,8 +70,8 @@ def test_so_they_are_with_a_teacher_a_temperature_and_text(plain_loss):
     plain_loss(objective, model(input_ids=IDS, use_cache=False).logits[KEEP], TARGETS, taught).backward()
     expected = grads(model)
     model.zero_grad()
-    teach_in_chunks(model)
-    teach(model, objective, Split(teacher))
+    attach_chunked_loss(model)
+    train_once(model, objective, SplitModel(teacher))
     assert_equal_to_1e6(grads(model), expected)
 
 
@@ -85,18 +85,18 @@ def test_no_more_than_a_chunk_of_logits_is_made_at_once(monkeypatch):
 
     monkeypatch.setattr(TrainingLoss, "__call__", spy)
     model = tiny_model("llama")
-    teach_in_chunks(model)
-    teach(model, teacher=Split(tiny_model("llama", seed=1)))
+    attach_chunked_loss(model)
+    train_once(model, teacher=SplitModel(tiny_model("llama", seed=1)))
     assert seen == [(7, 7)] * 4 + [(5, 5)]
 
 
-def test_a_model_that_cannot_be_cut_is_run_whole_with_the_same_result(monkeypatch):
+def test_a_model_that_cannot_be_split_is_run_whole_with_the_same_result(monkeypatch):
     whole, cut = tiny_model("llama"), tiny_model("llama")
-    monkeypatch.setattr(Split, "_gives_the_logits", lambda self: False)
-    assert teach_in_chunks(whole).whole
+    monkeypatch.setattr(SplitModel, "_gives_the_logits", lambda self: False)
+    assert attach_chunked_loss(whole).whole
     monkeypatch.undo()
-    assert not teach_in_chunks(cut).whole
-    assert float(teach(whole)) == pytest.approx(float(teach(cut)), rel=1e-6)
+    assert not attach_chunked_loss(cut).whole
+    assert float(train_once(whole)) == pytest.approx(float(train_once(cut)), rel=1e-6)
     assert_equal_to_1e6(grads(whole), grads(cut))
 
 
@@ -112,17 +112,17 @@ def test_weights_between_hidden_states_and_head_are_noticed():
         return outputs
 
     model.forward = gated.__get__(model)
-    assert Split(model).whole
+    assert SplitModel(model).whole
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
     model = tiny_model("llama")
-    teach_in_chunks(model)
-    teach(model)
+    attach_chunked_loss(model)
+    train_once(model)
     expected = grads(model)
     model.zero_grad()
     model.lm_head.weight.requires_grad_(False)
-    teach(model)
+    train_once(model)
     assert model.lm_head.weight.grad is None
     name = "model.layers.0.self_attn.k_proj.weight"
     assert torch.equal(grads(model)[name], expected[name])
@@ -130,12 +130,12 @@ def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
 
 def test_autocast_reaches_the_head():
     model = tiny_model("llama")
-    teach_in_chunks(model)
-    exact = teach(model)
+    attach_chunked_loss(model)
+    exact = train_once(model)
     expected = grads(model)
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        rough = teach(model)
+        rough = train_once(model)
     assert float(rough) == pytest.approx(float(exact), rel=2e-2)
     assert float(rough) != float(exact)
     found = grads(model)["lm_head.weight"]
@@ -146,30 +146,30 @@ def test_autocast_reaches_the_head():
 def test_other_calls_of_the_model_stay_as_they_are():
     model = tiny_model("llama")
     before = model(input_ids=IDS, use_cache=False).logits
-    teach_in_chunks(model)
+    attach_chunked_loss(model)
     assert torch.equal(model(input_ids=IDS, use_cache=False).logits, before)
     assert torch.equal(
         model.lm_head(torch.ones(2, 64)), torch.nn.functional.linear(torch.ones(2, 64), model.lm_head.weight)
     )
 
 
-def test_chunks_are_as_large_as_is_granted_and_never_tiny(monkeypatch):
+def test_chunks_are_as_large_as_allowed_and_never_tiny(monkeypatch):
     monkeypatch.undo()
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert headloss.chunk_size(4096, cpu) == 1024
-    assert headloss.chunk_size(128_000, cpu) == 256
-    assert headloss.chunk_size(256_000, gpu) == 262
+    assert headloss.chunk_tokens(4096, cpu) == 1024
+    assert headloss.chunk_tokens(128_000, cpu) == 256
+    assert headloss.chunk_tokens(256_000, gpu) == 262
 
 
-def test_a_lesson_without_positions_adds_nothing():
+def test_a_micro_batch_without_targets_adds_nothing():
     """A micro-batch of one-token documents that are kept apart; the next one counts as always."""
     model = tiny_model("llama")
-    teach_in_chunks(model)
-    empty = Lesson(TrainingLoss(), torch.zeros_like(KEEP), TARGETS[:0])
-    sums = model(lesson=empty, input_ids=IDS, use_cache=False)
+    attach_chunked_loss(model)
+    empty = LossInputs(TrainingLoss(), torch.zeros_like(KEEP), TARGETS[:0])
+    sums = model(loss_inputs=empty, input_ids=IDS, use_cache=False)
     sums.loss.backward()
     assert not any(float(one.detach()) for one in sums)
     assert grads(model).keys() == {name for name, _ in model.named_parameters()}
     assert not any(bool(grad.any()) for grad in grads(model).values())
-    teach(model)
+    train_once(model)
     assert bool(grads(model)["lm_head.weight"].any())

@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.loss.chunked import Lesson, teach_in_chunks
-from headfold.uptrain.loss.head import Split
+from headfold.uptrain.loss.chunked import LossInputs, attach_chunked_loss
+from headfold.uptrain.loss.head import SplitModel
 from headfold.uptrain.loss.hidden_states import LayerOutputs, layer_distance, refuse_unlike_layers
 from headfold.uptrain.loss.token_losses import TrainingLoss
 from headfold.uptrain.models.teacher import Teacher
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 from tiny import tiny_model
@@ -57,11 +57,11 @@ def test_the_distance_is_the_slow_reference_and_so_is_its_gradient():
     assert float(scaled.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)  # it has no unit
 
 
-def lesson_of(teacher, objective) -> Lesson:
-    taps, split = LayerOutputs(teacher), Split(teacher)
-    with torch.no_grad(), taps.watching() as layers:
-        states_NX = split.features(input_ids=IDS, use_cache=False)[KEEP]
-    return Lesson(objective, KEEP, TARGETS, states_NX, split, layers)
+def loss_inputs_of(teacher, objective) -> LossInputs:
+    taps, split = LayerOutputs(teacher), SplitModel(teacher)
+    with torch.no_grad(), taps.collecting() as layers:
+        head_inputs_N = split.head_inputs(input_ids=IDS, use_cache=False)[KEEP]
+    return LossInputs(objective, KEEP, TARGETS, head_inputs_N, split, layers)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_bigcode"])
@@ -85,8 +85,8 @@ def test_the_loss_of_a_model_is_that_of_its_own_hidden_states(model_type, plain_
     plain.backward()
     expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
-    teach_in_chunks(model, LayerOutputs(model))
-    sums = model(lesson=lesson_of(teacher, objective), input_ids=IDS, use_cache=False)
+    attach_chunked_loss(model, LayerOutputs(model))
+    sums = model(loss_inputs=loss_inputs_of(teacher, objective), input_ids=IDS, use_cache=False)
     sums.loss.backward()
     assert float(sums.loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
     assert float(sums.hidden.detach()) > 1
@@ -97,12 +97,12 @@ def test_the_loss_of_a_model_is_that_of_its_own_hidden_states(model_type, plain_
 
 def test_a_model_is_at_no_distance_from_itself():
     model, teacher = tiny_model("llama"), tiny_model("llama")
-    teach_in_chunks(model, LayerOutputs(model))
-    sums = model(lesson=lesson_of(teacher, TrainingLoss(hidden_weight=1.0)), input_ids=IDS, use_cache=False)
+    attach_chunked_loss(model, LayerOutputs(model))
+    sums = model(loss_inputs=loss_inputs_of(teacher, TrainingLoss(hidden_weight=1.0)), input_ids=IDS, use_cache=False)
     assert float(sums.hidden.detach()) == pytest.approx(0, abs=1e-8)
 
 
-def test_the_layers_of_a_decoder_are_tapped_and_not_those_of_an_encoder():
+def test_outputs_of_decoder_layers_are_collected_and_not_of_encoder_layers():
     model = tiny_model("t5")
     taps = LayerOutputs(model)
     assert taps.layers == list(model.decoder.block)
@@ -145,16 +145,16 @@ def test_a_run_closes_the_distance_whatever_the_micro_batch(
     again = wanted.model_copy(update={"gradient_checkpointing": True})
     assert same(weights(uptrain_checkpoint(damaged, tmp_path / "again", again)), weights(out))
     held, rows = [], []
-    real = Teacher.features
+    real = Teacher.head_inputs
 
     def spy(self, **inputs):
         assert not any(held)
-        states_BTX, layers = real(self, **inputs)
+        head_inputs_BT, layers = real(self, **inputs)
         held.append(layers)
         rows.append(len(layers[0]))
-        return states_BTX, layers
+        return head_inputs_BT, layers
 
-    monkeypatch.setattr(Teacher, "features", spy)
+    monkeypatch.setattr(Teacher, "head_inputs", spy)
     small = wanted.model_copy(update={"micro_batch": 3})
     curve = metrics(uptrain_checkpoint(damaged, tmp_path / "small", small), "train")
     assert rows[:4] == [3, 1, 3, 1]
@@ -178,25 +178,27 @@ def test_an_encoder_decoder_is_compared_where_it_writes():
     ids_BS, mask_BS, labels_BT = padded(pairs, 1)
     models = [tiny_model("t5", seed=seed) for seed in (0, 1)]
     inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "decoder_input_ids": labels_BT.clamp_min(1)}
-    keep_BT, taps = labels_BT >= 0, [LayerOutputs(model) for model in models]
+    scored_BT, taps = labels_BT >= 0, [LayerOutputs(model) for model in models]
     with torch.no_grad():
         found = []
         for model, tap in zip(models, taps, strict=True):
-            with tap.watching() as layers:
+            with tap.collecting() as layers:
                 model(use_cache=False, **inputs)
             found.append(layers)
     expected = 0.0
     for mine, theirs in zip(*found, strict=True):
-        for row, column in keep_BT.nonzero().tolist():
+        for row, column in scored_BT.nonzero().tolist():
             s, t = mine[row, column].double(), theirs[row, column].double()
             expected += float(((s - t) ** 2).mean() / (t**2).mean()) / len(found[0])
     assert len(found[0]) == models[0].config.num_decoder_layers
-    teach_in_chunks(models[0], taps[0])
-    split = Split(models[1])
-    with torch.no_grad(), taps[1].watching() as layers:
-        states_NX = split.features(use_cache=False, **inputs)[keep_BT]
-    lesson = Lesson(TrainingLoss(hidden_weight=1.0), keep_BT, labels_BT[keep_BT], states_NX, split, layers)
-    sums = models[0](lesson=lesson, use_cache=False, **inputs)
+    attach_chunked_loss(models[0], taps[0])
+    split = SplitModel(models[1])
+    with torch.no_grad(), taps[1].collecting() as layers:
+        head_inputs_N = split.head_inputs(use_cache=False, **inputs)[scored_BT]
+    loss_inputs = LossInputs(
+        TrainingLoss(hidden_weight=1.0), scored_BT, labels_BT[scored_BT], head_inputs_N, split, layers
+    )
+    sums = models[0](loss_inputs=loss_inputs, use_cache=False, **inputs)
     assert float(sums.hidden.detach()) == pytest.approx(expected, rel=1e-5)
     sums.loss.backward()
     assert models[0].encoder.block[0].layer[0].SelfAttention.k.weight.grad is not None

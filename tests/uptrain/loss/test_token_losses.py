@@ -24,7 +24,7 @@ def test_cross_entropy_scores_the_next_token():
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("divergence", "swap"), [(forward_divergence, False), (reverse_divergence, True)])
-def test_divergences_are_what_they_say(divergence, swap, temperature):
+def test_divergences_match_their_definitions(divergence, swap, temperature):
     student, teacher = 3 * random_logits(9, 7), random_logits(9, 7, seed=1)
     q, p = ((one.double() / temperature).softmax(-1) for one in (student, teacher))
     p, q = (q, p) if swap else (p, q)

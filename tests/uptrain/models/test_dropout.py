@@ -6,15 +6,17 @@ import pytest
 import torch
 from headfold import convert_checkpoint
 from headfold.checkpoint.load import load_language_model, load_tokenizer
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.models.dropout import keep_all_layers, set_dropout
-from tiny import tiny_model, tiny_pair
+from headfold.uptrain.run import uptrain_checkpoint
+from runs import batch_of, some_pairs, tiny_pair_model
+from tiny import tiny_config, tiny_model, tiny_pair
+from transformers import AutoModelForSeq2SeqLM
 
 IDS = torch.arange(5, 29)[None]
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "opt", "mpt"])
-def test_rates_that_are_no_modules_are_set_too(model_type):
+def test_rates_outside_dropout_modules_are_set_too(model_type):
     """Classes read them off the config once, when they are built, and call them what they like."""
     torch.manual_seed(0)
     model = tiny_model(model_type).train()
@@ -30,7 +32,7 @@ def test_rates_that_are_no_modules_are_set_too(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])
-def test_so_do_those_of_converted_ones(model_type, tmp_path):
+def test_rates_of_converted_models_are_set_too(model_type, tmp_path):
     tiny_model(model_type).save_pretrained(tmp_path / "source")
     for groups in (1, 2):
         out = convert_checkpoint(tmp_path / "source", tmp_path / f"few-{groups}", groups=groups)
@@ -62,7 +64,7 @@ def test_no_layer_is_left_out(how):
     assert keep_all_layers(model) is False
 
 
-def test_a_run_on_hidden_states_keeps_all_layers_and_says_so(tiny_checkpoint, settings, tmp_path, capfd):
+def test_comparing_hidden_states_switches_layer_drop_off_with_a_message(tiny_checkpoint, settings, tmp_path, capfd):
     folder = tmp_path / "opt"
     model = tiny_model("opt")
     model.config.layerdrop = 0.9
@@ -73,3 +75,34 @@ def test_a_run_on_hidden_states_keeps_all_layers_and_says_so(tiny_checkpoint, se
     assert "Layer drop is off" in capfd.readouterr().err
     uptrain_checkpoint(folder, tmp_path / "plain", settings(teacher=None, steps=1))
     assert "Layer drop is off" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart", "m2m_100"])
+def test_dropout_goes_where_the_settings_say(model_type):
+    from headfold.uptrain.models.dropout import set_dropout
+
+    over = {"dropout_rate": 0.5, "dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
+    config = tiny_config(model_type, decoder_start_token_id=0, pad_token_id=1, **over, encoder_layerdrop=0.0,
+                         decoder_layerdrop=0.0)  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config).train()
+    inputs = batch_of(model, some_pairs()).inputs
+    runs = [model(**inputs).logits for _ in range(2)]
+    assert not torch.allclose(*runs)
+    set_dropout(model, 0.0)
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+    assert torch.equal(model(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_a_converted_bart_loses_its_dropout_too(tmp_path):
+    from headfold import convert_checkpoint
+    from headfold.uptrain.models.dropout import set_dropout
+
+    model = tiny_pair_model("bart")
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        setattr(model.config, name, 0.5)
+    model.save_pretrained(tmp_path / "bart")
+    model = load_language_model(convert_checkpoint(tmp_path / "bart", tmp_path / "few", groups=2)).train()
+    inputs = batch_of(model, some_pairs()).inputs
+    assert not torch.allclose(model(**inputs).logits, model(**inputs).logits)
+    set_dropout(model, 0.0)
+    assert torch.equal(model(**inputs).logits, model.eval()(**inputs).logits)

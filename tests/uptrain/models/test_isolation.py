@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from headfold.errors import UnsupportedError
 from headfold.uptrain.data.batches import PackedBatch
-from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.loss.chunked import teach_in_chunks
+from headfold.uptrain.loss.chunked import attach_chunked_loss
 from headfold.uptrain.models import teacher
 from headfold.uptrain.models.isolation import refuse_leaks
-from headfold.uptrain.optim import make_optimizer
-from headfold.uptrain.step import Stepper
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training.optim import make_optimizer
+from headfold.uptrain.training.step import Stepper
 from runs import OneProcess
 from tiny import tiny_model
 
@@ -28,7 +28,7 @@ def logits(model, isolate: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, training):
+def test_a_packed_document_gets_the_logits_that_it_gets_alone(attention, training):
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
     model.train(training)
@@ -37,13 +37,13 @@ def test_gq063_a_packed_document_gets_the_logits_that_it_gets_alone(attention, t
     assert not torch.allclose(logits(model, isolate=False), alone, atol=1e-2)  # the control
 
 
-def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
+def test_the_step_on_packed_documents_is_that_on_separate_ones(settings):
     """Loss and gradient, and the first token of a document is nobody's target."""
     wanted = settings(isolate_documents=True, batch=1, micro_batch=1, max_grad_norm=1e9)
     model, plain = tiny_model("llama"), tiny_model("llama")
     optimizer = make_optimizer(model, wanted)
     optimizer.zero_grad = lambda: None
-    teach_in_chunks(model)
+    attach_chunked_loss(model)
     batch = PackedBatch(PACKED, OPENS, 8, isolate=True)
     result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
     total = sum(
@@ -59,7 +59,7 @@ def test_gq063_the_step_on_packed_documents_is_that_on_separate_ones(settings):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(model_type, settings):
+def test_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(model_type, settings):
     """Blocks with 9 and 3 targets, one by one and together: gradients to 1e-6, and the same loss."""
     ids = torch.tensor([A + B, list(range(31, 41))])
     opens = torch.zeros_like(ids, dtype=torch.bool)
@@ -71,7 +71,7 @@ def test_gq065_micro_batches_with_unequal_numbers_of_targets_are_one_big_batch(m
         model = tiny_model(model_type)
         optimizer = make_optimizer(model, wanted)
         optimizer.zero_grad = lambda: None
-        teach_in_chunks(model)
+        attach_chunked_loss(model)
         batch = PackedBatch(ids, opens, 12, isolate=True)
         result = Stepper(OneProcess(), model, optimizer, wanted, lambda step: 0.0)(0, batch)
         found.append((result.loss, [one.grad for one in model.parameters()]))
@@ -106,7 +106,7 @@ def test_a_teacher_whose_documents_leak_is_refused(tiny_checkpoint, settings, tm
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted).exists()
 
 
-def test_a_run_keeps_documents_apart_when_told_to(tiny_checkpoint, settings, tmp_path):
+def test_a_run_isolates_documents_if_told_to(tiny_checkpoint, settings, tmp_path):
     apart = uptrain_checkpoint(tiny_checkpoint, tmp_path / "apart", settings(isolate_documents=True, steps=3))
     mixed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "mixed", settings(steps=3))
     assert (apart / "model.safetensors").read_bytes() != (mixed / "model.safetensors").read_bytes()

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.models.liger import apply_liger, refuse_liger
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import opening, preparation
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def stand_in(monkeypatch) -> list[tuple[object, dict]]:
     return calls
 
 
-def test_without_a_gpu_it_is_refused_before_anything_is_loaded(tiny_checkpoint, settings, tmp_path, monkeypatch):
+def test_without_a_gpu_liger_is_refused_before_anything_is_loaded(tiny_checkpoint, settings, tmp_path, monkeypatch):
     def loaded(*given, **named):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(loop, "build_student", loaded)
+    monkeypatch.setattr(opening, "build_student", loaded)
     with pytest.raises(UsageError, match="--liger needs a GPU with CUDA"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(liger=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -43,32 +43,32 @@ def test_without_a_gpu_it_is_refused_before_anything_is_loaded(tiny_checkpoint, 
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_where_it_is_not_installed_it_is_named(monkeypatch):
+def test_a_missing_liger_kernel_is_named(monkeypatch):
     monkeypatch.setattr("headfold.uptrain.models.liger.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed"):
         refuse_liger("llama", cuda=True)
 
 
-def test_a_type_that_it_does_not_know_is_refused(stand_in):
+def test_a_type_that_liger_kernel_does_not_know_is_refused(stand_in):
     refuse_liger("llama", cuda=True)
     with pytest.raises(UnsupportedError, match="no kernels for the type headfold_t5"):
         refuse_liger("headfold_t5", cuda=True)
 
 
-def test_its_loss_is_left_out(stand_in):
+def test_the_loss_of_liger_kernel_is_not_used(stand_in):
     model = object()
     apply_liger(model)
     assert stand_in == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
 
 
-def test_a_run_applies_it_once_to_the_student_when_the_loss_has_been_cut(
+def test_a_run_applies_liger_once_to_the_student_after_attaching_the_loss(
     stand_in, tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
     """Its kernels cannot run on the CPU, where cutting the loss is tried; the GPU is another stand-in."""
     order = []
-    real = loop.teach_in_chunks
-    monkeypatch.setattr(loop, "teach_in_chunks", lambda *given: order.append(len(stand_in)) or real(*given))
-    monkeypatch.setattr(loop, "refuse_liger", lambda kind, cuda: order.append((kind, cuda)))
+    real = preparation.attach_chunked_loss
+    monkeypatch.setattr(preparation, "attach_chunked_loss", lambda *given: order.append(len(stand_in)) or real(*given))
+    monkeypatch.setattr(opening, "refuse_liger", lambda kind, cuda: order.append((kind, cuda)))
     uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=1, liger=True))
     assert order == [("llama", False), 0]
     assert [type(model).__name__ for model, _ in stand_in] == ["LlamaForCausalLM"]

@@ -8,8 +8,8 @@ import pytest
 from headfold.checkpoint.source import Checkpoint
 from headfold.corpus import open_corpus
 from headfold.errors import UsageError
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.models.teacher import converted_from, resolve_teacher
+from headfold.uptrain.run import uptrain_checkpoint
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_the_source_of_the_conversion_is_the_teacher_unless_told_otherwise(conve
 
 
 @pytest.mark.parametrize("change", ["gone", "other weights"])
-def test_a_source_that_is_not_at_hand_or_not_the_same_teaches_nothing(change, converted, settings, capfd):
+def test_a_missing_or_changed_source_is_not_the_teacher(change, converted, settings, capfd):
     source = converted.with_name("source")
     if change == "gone":
         shutil.rmtree(source)
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_was_not_converted_has_no_teacher(tiny_checkpoint, set
         resolve_teacher(settings(teacher="source"), Checkpoint.open(tiny_checkpoint))
 
 
-def test_what_is_won_back_is_measured_against_the_source(converted, settings, text_file, tmp_path):
+def test_the_recovered_share_is_measured_against_the_source(converted, settings, text_file, tmp_path):
     """A converted checkpoint with one damaged matrix, trained with its source as teacher."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.monitor.heldout import recovered_share
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 
 
@@ -31,7 +31,7 @@ def test_measurements_on_another_text_do_not_count():
     assert recovered_share(new, "a") == pytest.approx(0.5)
 
 
-def test_a_run_that_goes_on_with_another_text_measures_the_gap_anew(
+def test_a_run_resumed_with_another_held_out_text_measures_the_gap_anew(
     tiny_checkpoint, settings, text_file, tmp_path, cut_power, capfd
 ):
     """The start is the checkpoint as it was given, not as it is at step 5; the source is the teacher."""

@@ -46,9 +46,9 @@ def test_the_slurm_script_is_a_script():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("a: 1", "no launch config.*num_processes is None"),
-        ("[", "no launch config.*YAML"),
-        ("# Headfold\n\nSome text.", "no launch config.*no names"),
+        ("a: 1", "not a launch config.*num_processes is None"),
+        ("[", "not a launch config.*YAML"),
+        ("# Headfold\n\nSome text.", "not a launch config.*no names"),
         ("num_processes: 0\ndistributed_type: FSDP", "num_processes is 0"),
         ("num_processes: .inf\ndistributed_type: FSDP", "num_processes is inf"),
         ("num_processes: 1\ndistributed_type: NO", "distributed_type is False"),  # YAML's NO without quotes
@@ -63,7 +63,7 @@ def test_the_slurm_script_is_a_script():
         ("num_processes: 2\ndistributed_type: MULTI_GPU\nmixed_precision: fp16", "fp16, in which headfold does not"),
     ],
 )
-def test_what_is_no_launch_config_is_refused(content, says, tmp_path):
+def test_invalid_launch_configs_are_refused(content, says, tmp_path):
     file = tmp_path / "launch.yaml"
     file.write_text(content)
     with pytest.raises(UsageError, match=says):
@@ -84,10 +84,10 @@ def test_a_bad_launch_config_is_refused_before_anything_starts(tmp_path, monkeyp
     monkeypatch.setattr(run, "run_recipe", started)
     file = tmp_path / "README.md"
     file.write_text("# Headfold\n")
-    with pytest.raises(UsageError, match="no launch config"):
+    with pytest.raises(UsageError, match="not a launch config"):
         called(run_command, "demo", "-o", str(tmp_path / "out"), "--launch", str(file))
     options = ["checkpoint", "-o", str(tmp_path / "out"), "--data", "x", "--launch"]
-    with pytest.raises(UsageError, match="no launch config"):
+    with pytest.raises(UsageError, match="not a launch config"):
         called(uptrain_command, *options, str(file))
     with pytest.raises(AssertionError):  # a good one is
         called(uptrain_command, *options, "ddp-8")
@@ -102,7 +102,7 @@ for _ in $(seq 100); do sleep 0.1; [ -e fail ] && exit 1; done
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_the_slurm_script_queues_a_stopped_run_again_and_no_failed_one(stopped, tmp_path):
+def test_the_slurm_script_requeues_a_stopped_run_but_not_a_failed_one(stopped, tmp_path):
     """Under bash, with an srun whose launcher ends with 1 in both cases, as torchrun's does."""
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued\ntrue\n')):
         (tmp_path / name).write_text(text)
@@ -195,7 +195,7 @@ def test_a_launch_on_two_cpus_starts_two_processes_on_cpus(tmp_path, monkeypatch
     assert told == ["0 2 true", "1 2 true"]
 
 
-def test_what_mpirun_starts_is_left_to_it(tmp_path, fake_launcher):
+def test_processes_of_mpirun_are_left_to_it(tmp_path, fake_launcher):
     folder, file = fake_launcher(0, 0), tmp_path / "mpi.yaml"
     file.write_text(CPUS + "mpirun_config:\n  mpirun_hostfile: hosts\n")
     launching.launch(file, [])
@@ -205,7 +205,7 @@ def test_what_mpirun_starts_is_left_to_it(tmp_path, fake_launcher):
     assert "--multi_gpu" in (folder / "arguments").read_text()
 
 
-def test_gq086_a_signal_goes_on_to_the_processes_and_has_its_own_exit_code(fake_launcher):
+def test_a_signal_is_passed_on_to_the_processes_and_gives_exit_code_75(fake_launcher):
     import threading
 
     folder = fake_launcher(30, 0)
@@ -234,7 +234,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_gq086_the_launcher_of_one_process_leaves_no_orphan(number, tmp_path, monkeypatch):
+def test_the_launcher_of_one_process_leaves_no_orphan(number, tmp_path, monkeypatch):
     """accelerate's own launcher, which passes no signal on, and a child in the place of headfold."""
     import threading
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.convert.run import convert_checkpoint
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 from tiny import repeat_kv_heads
 from transformers import AutoModelForCausalLM
@@ -30,7 +30,7 @@ def widened(trained: Path, folder: Path, *, tile: bool) -> Path:
     return folder
 
 
-def test_gq087_the_loss_at_the_start_tells_near_equal_heads_from_wrongly_paired_ones(
+def test_the_loss_at_the_start_tells_near_equal_heads_from_wrongly_paired_ones(
     tiny_checkpoint, settings, text_file, tmp_path
 ):
     """A model that has learnt to count, its heads repeated and merged again: source, result and uniform guess."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # half a minute of work, more on a busy machine
@@ -82,7 +82,7 @@ def one(tiny_checkpoint, text_file, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ddp", "MULTI_CPU"), ("fsdp", "FSDP2")])
-def test_gq066_gq069_gq075_two_processes_follow_one(name, kind, two, one):
+def test_two_processes_follow_one(name, kind, two, one):
     """Same global batch: equal losses, learning rates and held-out points."""
     entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
     assert (entry["processes"], entry["distributed"]) == (2, kind)
@@ -94,14 +94,14 @@ def test_gq066_gq069_gq075_two_processes_follow_one(name, kind, two, one):
     assert points[0] == pytest.approx(points[1], rel=1e-4)
 
 
-def test_gq066_ranks_with_unequal_numbers_of_targets_follow_one_process(two, one):
+def test_ranks_with_unequal_numbers_of_targets_follow_one_process(two, one):
     """Where documents are kept apart, blocks have as many targets fewer as documents open in them."""
     assert curve(two / "ddp-apart") == pytest.approx(curve(one(isolate_documents=True)), rel=TOLERANCE)
     assert curve(two / "ddp-apart") != pytest.approx(curve(one()), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ddp-taught", "fsdp-taught"])
-def test_a_teacher_beside_shared_weights_teaches_the_same(name, two, one, tiny_checkpoint):
+def test_a_teacher_gives_the_same_losses_with_shared_weights(name, two, one, tiny_checkpoint):
     """By its predictions and its hidden states; sharded where the student is."""
     reference = one(steps=6, teacher=str(tiny_checkpoint), distillation_weight=0.5, hidden_weight=2)
     assert curve(two / name) == pytest.approx(curve(reference), rel=TOLERANCE)
@@ -112,7 +112,7 @@ def test_a_teacher_beside_shared_weights_teaches_the_same(name, two, one, tiny_c
 
 
 @pytest.mark.parametrize("name", ["ddp-pairs", "fsdp-pairs", "fsdp-converted"])
-def test_gq066_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, tiny_t5, few_t5, tmp_path):
+def test_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, tiny_t5, few_t5, tmp_path):
     """Normalised by the target tokens of both processes; held-out pairs are shared out, too."""
     from headfold.uptrain.settings import UptrainSettings
 
@@ -128,7 +128,7 @@ def test_gq066_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, t
 
 @pytest.mark.parametrize("stopped", ["resumed", "abandoned"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_gq086_a_run_stopped_on_one_rank_goes_on_to_equal_weights(name, stopped, two):
+def test_a_run_stopped_on_one_rank_resumes_to_equal_weights(name, stopped, two):
     """After a step, or in the middle of a long one. The same number of processes: here to the bit; promised is 1e-6."""
     whole, resumed = (load_file(two / folder / "model.safetensors") for folder in (name, f"{name}-{stopped}"))
     assert whole.keys() == resumed.keys()
@@ -138,7 +138,7 @@ def test_gq086_a_run_stopped_on_one_rank_goes_on_to_equal_weights(name, stopped,
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_gq074_what_is_saved_has_every_weight_once(name, two, tiny_checkpoint):
+def test_the_saved_checkpoint_has_every_weight_once(name, two, tiny_checkpoint):
     from transformers import AutoModelForCausalLM
 
     source = load_file(tiny_checkpoint / "model.safetensors")
@@ -151,7 +151,7 @@ def test_gq074_what_is_saved_has_every_weight_once(name, two, tiny_checkpoint):
     assert not report["mismatched_keys"]
 
 
-def test_gq064_gq069_one_process_takes_over_from_two(two, one, tiny_checkpoint, text_file):
+def test_one_process_continues_a_run_of_two(two, one, tiny_checkpoint, text_file):
     """The rest of a run that two began: the same text and learning rates as if one had begun it."""
     from headfold.uptrain.settings import UptrainSettings
 

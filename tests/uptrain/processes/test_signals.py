@@ -17,7 +17,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_gq086_the_first_signal_asks_and_its_echo_changes_nothing(clock):
+def test_the_first_signal_asks_and_its_echo_changes_nothing(clock):
     """A terminal signals all processes, and the launcher passes its own on."""
     with stop_on_signal() as stop:
         assert not stop
@@ -27,7 +27,7 @@ def test_gq086_the_first_signal_asks_and_its_echo_changes_nothing(clock):
         assert stop
 
 
-def test_gq086_a_second_signal_ends_the_process_at_once(clock):
+def test_a_second_signal_ends_the_process_at_once(clock):
     with stop_on_signal():
         os.kill(os.getpid(), signal.SIGINT)
         clock[0] += 3
@@ -35,14 +35,14 @@ def test_gq086_a_second_signal_ends_the_process_at_once(clock):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_are_given_back(clock):
+def test_signal_handlers_are_restored(clock):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with stop_on_signal():
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_elsewhere_than_in_the_main_thread_signals_keep_their_effect():
+def test_outside_the_main_thread_signals_keep_their_effect():
     seen = []
 
     def run():

@@ -8,15 +8,13 @@ import signal
 import pytest
 import torch
 from headfold.errors import Interrupted
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
 from headfold.uptrain.monitor import heldout as watch
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import loop
 from runs import metrics, same, weights
 
 
-def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
-    finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
-):
+def test_sigterm_saves_once_and_the_run_resumes(finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch):
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     real = loop.Stepper.__call__
 
@@ -37,7 +35,7 @@ def test_gq086_sigterm_saves_once_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("at", [0, 7])
-def test_gq086_a_long_step_is_given_up_and_done_again(
+def test_a_long_step_is_given_up_and_done_again(
     at, finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
 ):
     """A signal between two micro-batches: the save holds the text and the random state from before the step."""
@@ -54,7 +52,7 @@ def test_gq086_a_long_step_is_given_up_and_done_again(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Stepper, "_sums", signalled)
-        patch.setattr("headfold.uptrain.step._PATIENCE_SECONDS", 0.0)
+        patch.setattr("headfold.uptrain.training.step._PATIENCE_SECONDS", 0.0)
         with pytest.raises(Interrupted, match=f"at step {at} of 12; {'saved' if at else 'there was nothing to save'}"):
             uptrain_checkpoint(tiny_checkpoint, out, wanted)
     assert len(seen) == 2 * at + 1
@@ -65,7 +63,7 @@ def test_gq086_a_long_step_is_given_up_and_done_again(
 
 
 @pytest.mark.parametrize("at", [0, 6, 12])
-def test_gq086_an_evaluation_is_given_up_and_made_up_for(
+def test_an_evaluation_is_given_up_and_done_again(
     at, finished, tiny_checkpoint, settings, text_file, tmp_path, monkeypatch
 ):
     """A signal while held-out text is scored, at the start, in the middle and at the end."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.errors import Interrupted
-from headfold.uptrain import loop, step
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
+from headfold.uptrain.training import loop, step
 
 RANK = int(os.environ["RANK"])
 FSDP = {

@@ -6,8 +6,9 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.errors import HeadfoldError, TrainingError, UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain import run
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import loop
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 
@@ -27,12 +28,12 @@ def test_a_run_learns_and_writes_an_ordinary_checkpoint(finished, tiny_checkpoin
     assert not finished.with_name("out.training").exists()
 
 
-def test_gq022_gq035_side_files_and_config_keep_their_bytes(finished, tiny_checkpoint):
+def test_side_files_and_config_keep_their_bytes(finished, tiny_checkpoint):
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (finished / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
 
 
-def test_the_record_tells_the_run(finished, tiny_checkpoint, text_file):
+def test_the_record_describes_the_run(finished, tiny_checkpoint, text_file):
     entry = json.loads((finished / "headfold.json").read_text())["history"][-1]
     assert entry["step"] == "uptrain"
     assert entry["source"] == str(tiny_checkpoint)
@@ -43,7 +44,7 @@ def test_the_record_tells_the_run(finished, tiny_checkpoint, text_file):
     assert entry["heldout"]["perplexity"] == metrics(finished, "eval")[-1]["perplexity"]
 
 
-def test_held_out_points_stand_at_the_start_at_intervals_and_at_the_end(finished):
+def test_held_out_text_is_scored_at_the_start_at_intervals_and_at_the_end(finished):
     points = metrics(finished, "eval")
     assert [(line["step"], line["tokens"]) for line in points] == [(0, 0), (6, 384), (12, 768)]
     assert points[-1]["perplexity"] < points[0]["perplexity"]
@@ -65,7 +66,7 @@ def test_another_seed_gives_other_weights(finished, tiny_checkpoint, settings, t
     assert not same(weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(seed=4))), weights(finished))
 
 
-def test_gq085_a_broken_save_is_passed_over(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power, capfd):
+def test_a_broken_save_is_not_used(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power, capfd):
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     cut_power(11, tiny_checkpoint, tmp_path / "out", wanted)
     saves = sorted((tmp_path / "out.training").glob("step-*"))
@@ -85,7 +86,9 @@ def test_other_settings_do_not_continue_a_run(tiny_checkpoint, settings, tmp_pat
     assert uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(learning_rate=1e-3), resume="never").exists()
 
 
-def test_saves_are_known_by_their_numbers(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
+def test_saves_are_ordered_by_number_and_copies_are_ignored(
+    finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power
+):
     """Not by the order of their names; and someone's copy of one is none."""
     import shutil
 
@@ -98,9 +101,7 @@ def test_saves_are_known_by_their_numbers(finished, tiny_checkpoint, settings, t
     assert same(weights(resumed), weights(finished))
 
 
-def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
-    tiny_checkpoint, settings, tmp_path, monkeypatch
-):
+def test_a_loss_of_nan_stops_the_run_and_keeps_the_save(tiny_checkpoint, settings, tmp_path, monkeypatch):
     real = loop.Stepper._sums
     calls = []
 
@@ -117,13 +118,13 @@ def test_gq072_a_loss_that_is_no_number_stops_the_run_and_keeps_the_save(
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
-def test_gq065_micro_batches_change_nothing_but_rounding(micro_batch, finished, tiny_checkpoint, settings, tmp_path):
+def test_micro_batches_change_nothing_but_rounding(micro_batch, finished, tiny_checkpoint, settings, tmp_path):
     out = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(micro_batch=micro_batch))
     found = [line["loss"] for line in metrics(out, "train")]
     assert found == pytest.approx([line["loss"] for line in metrics(finished, "train")], rel=1e-5)
 
 
-def test_gq071_master_weights_are_float32_and_small_updates_survive(tiny_checkpoint, settings, tmp_path):
+def test_master_weights_are_float32_and_small_updates_survive(tiny_checkpoint, settings, tmp_path):
     """A learning rate below bfloat16's step: with bf16 weights nothing would ever change."""
     small = settings(learning_rate=2e-5, steps=12, warmup=0, schedule="constant", weight_decay=0)
     trained, source = weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", small)), weights(tiny_checkpoint)
@@ -178,11 +179,11 @@ def test_a_restart_that_is_refused_keeps_the_saves(tiny_checkpoint, settings, tm
     assert save.exists()
 
 
-def test_resume_always_goes_on_and_never_begins(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
+def test_resume_always_continues_and_never_begins(finished, tiny_checkpoint, settings, text_file, tmp_path, cut_power):
     """A job script that is started again must not train from the beginning because its output path has a typo."""
     wanted = settings(eval_data=str(text_file), eval_tokens=400, eval_every=6)
     cut_power(7, tiny_checkpoint, tmp_path / "out", wanted)
-    with pytest.raises(UsageError, match=r"typo\.training holds no whole save"):
+    with pytest.raises(UsageError, match=r"typo\.training has no complete save"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "typo", wanted, resume="always")
     assert not list(tmp_path.glob("typo*"))
     resumed = uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted, resume="always")
@@ -190,18 +191,18 @@ def test_resume_always_goes_on_and_never_begins(finished, tiny_checkpoint, setti
 
 
 @pytest.mark.parametrize("fault", ["cut short", "a copy"])
-def test_resume_always_wants_a_whole_save(fault, tiny_checkpoint, settings, tmp_path, cut_power):
+def test_resume_always_needs_a_complete_save(fault, tiny_checkpoint, settings, tmp_path, cut_power):
     cut_power(6, tiny_checkpoint, tmp_path / "out", settings())
     save = tmp_path / "out.training" / "step-00000005"
     if fault == "a copy":
         save.rename(save.with_name("step-00000005 copy"))
     else:
         (save / "optimizer.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match="no whole save"):
+    with pytest.raises(UsageError, match="no complete save"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(), resume="always")
 
 
-def test_a_run_that_diverged_goes_on_more_carefully(tiny_checkpoint, settings, tmp_path, cut_power):
+def test_a_diverged_run_continues_with_gentler_settings(tiny_checkpoint, settings, tmp_path, cut_power):
     """Nothing else may change, and the record tells what did."""
     cut_power(7, tiny_checkpoint, tmp_path / "out", settings())
     with pytest.raises(UsageError, match=r"seed was 3 and is now 4"):
@@ -242,16 +243,16 @@ def test_tensors_that_the_class_does_not_use_are_left_out_and_named(tiny_checkpo
 
 
 @pytest.mark.parametrize("fault", ["empty", "missing", "another shape"])
-def test_gq074_weights_that_are_not_whole_are_not_written(fault, tiny_checkpoint, settings, tmp_path, monkeypatch):
+def test_incomplete_weights_are_not_written(fault, tiny_checkpoint, settings, tmp_path, monkeypatch):
     """As a sharded state dict that was gathered on one process alone would give them; the saves are kept."""
-    name, real = "model.layers.1.self_attn.k_proj.weight", loop.whole_weights
+    name, real = "model.layers.1.self_attn.k_proj.weight", run.whole_weights
 
     def broken(*given):
         found = real(*given)
         whole = found.pop(name)
         return found if fault == "missing" else {**found, name: whole[:0] if fault == "empty" else whole[:-1]}
 
-    monkeypatch.setattr(loop, "whole_weights", broken)
+    monkeypatch.setattr(run, "whole_weights", broken)
     with pytest.raises(HeadfoldError, match=name.replace(".", r"\.") if fault != "missing" else None):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=2))
     assert [path.name for path in tmp_path.iterdir()] == ["out.training"]
@@ -298,7 +299,7 @@ def test_distillation_moves_towards_the_teacher(tiny_checkpoint, settings, tmp_p
     assert 0 < losses[-1] < 0.3 * losses[0]
 
 
-def test_the_teacher_named_source_is_the_one_of_the_conversion_record(tiny_checkpoint, settings, tmp_path):
+def test_the_teacher_named_source_needs_a_conversion_record(tiny_checkpoint, settings, tmp_path):
     with pytest.raises(UsageError, match="no conversion record"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(teacher="source"))
 
@@ -316,7 +317,7 @@ def test_training_from_scratch_needs_no_weights(tiny_checkpoint, settings, tmp_p
         uptrain_checkpoint(blank, tmp_path / "other", settings(steps=3))
 
 
-def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(tiny_checkpoint, settings, tmp_path):
+def test_a_generation_config_that_transformers_refuses_is_copied(tiny_checkpoint, settings, tmp_path):
     import shutil
 
     odd = tmp_path / "odd"
@@ -326,6 +327,6 @@ def test_gq023_a_generation_config_that_cannot_be_saved_does_not_stop_the_end(ti
     assert (out / "generation_config.json").read_text() == '{"do_sample": false, "temperature": 0.9}'
 
 
-def test_blocks_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
-    with pytest.raises(UsageError, match="Blocks of 128 tokens are longer than the 64"):
+def test_sequences_longer_than_the_context_are_refused(tiny_checkpoint, settings, tmp_path):
+    with pytest.raises(UsageError, match="Sequences of 128 tokens are longer than the 64"):
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(sequence_length=128))

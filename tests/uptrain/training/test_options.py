@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from headfold.errors import UsageError
-from headfold.uptrain import loop
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import preparation
 from runs import metrics, same, weights
 from safetensors.torch import save_file
 
 
-def test_gq070_float16_checkpoints_are_trained_in_float32_and_saved_in_float16(
+def test_float16_checkpoints_are_trained_in_float32_and_saved_in_float16(
     tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
     import shutil
@@ -25,13 +25,13 @@ def test_gq070_float16_checkpoints_are_trained_in_float32_and_saved_in_float16(
     halves = {name: tensor.half() for name, tensor in weights(half).items()}
     save_file(halves, half / "model.safetensors", metadata={"format": "pt"})
     seen = []
-    real = loop.make_optimizer
+    real = preparation.make_optimizer
 
     def spy(model, wanted):
         seen.extend(parameter.dtype for parameter in model.parameters())
         return real(model, wanted)
 
-    monkeypatch.setattr(loop, "make_optimizer", spy)
+    monkeypatch.setattr(preparation, "make_optimizer", spy)
     out = uptrain_checkpoint(half, tmp_path / "out", settings(steps=2))
     assert set(seen) == {torch.float32}
     assert {tensor.dtype for tensor in weights(out).values()} == {torch.float16}

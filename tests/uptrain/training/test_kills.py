@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from headfold.errors import HeadfoldError, Interrupted, TrainingError
-from headfold.uptrain import loop, state
-from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.step import SpikeGuard
+from headfold.uptrain import state
+from headfold.uptrain.run import uptrain_checkpoint
+from headfold.uptrain.training import loop
 from safetensors.torch import load_file
 
 
@@ -51,7 +51,7 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_checkpoint, text_file
 
 
 @pytest.mark.parametrize("moment", ["files", "marker"])
-def test_gq085_a_full_disk_during_a_save_loses_nothing(moment, tiny_checkpoint, settings, tmp_path, monkeypatch, capfd):
+def test_a_full_disk_during_a_save_loses_nothing(moment, tiny_checkpoint, settings, tmp_path, monkeypatch, capfd):
     """The save at step 10 finds no space: the one of step 5 stays whole, and the run ends as if nothing had been."""
     reference = uptrain_checkpoint(tiny_checkpoint, tmp_path / "reference", settings())
     saves = []
@@ -83,7 +83,7 @@ def test_gq085_a_full_disk_during_a_save_loses_nothing(moment, tiny_checkpoint, 
     assert same_weights(uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings()), reference)
 
 
-def test_a_spike_that_stays_stops_the_run_before_it_is_saved(tiny_checkpoint, settings, tmp_path, monkeypatch):
+def test_a_lasting_spike_stops_the_run_before_it_is_saved(tiny_checkpoint, settings, tmp_path, monkeypatch):
     """From step 28 on the loss is ten times as high; the save due at step 30 is left out."""
     real = loop.Stepper.__call__
 
@@ -132,31 +132,10 @@ def test_a_save_whose_weights_may_have_spoilt_the_loss_is_set_aside(
         uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", settings(steps=40, save_every=6))
     saves = sorted(save.name for save in (tmp_path / "out.training").glob("s*-*"))
     assert saves == ["step-00000024", "suspect-step-00000030"]
-    assert "may hold what spoilt the loss" in " ".join(capfd.readouterr().err.split())
+    assert "may have spoilt the loss" in " ".join(capfd.readouterr().err.split())
 
 
-def test_a_short_spike_is_let_pass():
-    guard = SpikeGuard(3.0)
-    for step, loss in enumerate([2.0] * 25 + [9.0, 9.0] + [2.0] * 5 + [9.0, 2.0]):
-        guard.see(step, loss)
-        assert guard.calm == (loss == 2.0)
-
-
-def test_the_guard_needs_something_to_compare_with_and_can_be_switched_off():
-    for guard in (SpikeGuard(3.0), SpikeGuard(0.0)):
-        for step, loss in enumerate([2.0] * 10 + [90.0] * 5):
-            guard.see(step, loss)
-    small = SpikeGuard(3.0)  # a divergence that triples while the learning rate rises is none
-    for step, loss in enumerate([0.05] * 30 + [0.4] * 10):
-        small.see(step, loss)
-    assert small.calm
-    off = SpikeGuard(0.0)
-    for step, loss in enumerate([2.0] * 30 + [90.0] * 5):
-        off.see(step, loss)
-    assert off.calm
-
-
-def test_a_run_stopped_in_a_spike_keeps_the_save_before_it_and_what_it_compares_with(
+def test_a_run_stopped_in_a_spike_keeps_the_save_and_the_losses_before_it(
     tiny_checkpoint, settings, tmp_path, monkeypatch
 ):
     wanted, out = settings(steps=40, save_every=22), tmp_path / "out"

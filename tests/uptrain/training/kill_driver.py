@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from headfold.uptrain.loop import uptrain_checkpoint
+from headfold.uptrain.run import uptrain_checkpoint
 from headfold.uptrain.settings import UptrainSettings
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from headfold import convert_checkpoint
 from headfold.checkpoint.load import load_language_model
-from headfold.errors import UnsupportedError, UsageError
-from headfold.uptrain.loop import uptrain_checkpoint
-from headfold.uptrain.models.student import speed_up
+from headfold.errors import UsageError
+from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics, weights
 from tiny import tiny_pair
 
@@ -43,13 +41,3 @@ def test_a_converted_model_learns_from_its_source(model_type, settings, word_tok
     read = load_language_model(out)
     assert read.config.model_type.startswith("headfold_")
     assert all((after[name] == one).all() for name, one in read.state_dict().items() if name in after)
-
-
-def test_a_class_that_does_not_name_its_layers_is_not_compiled(settings, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    with pytest.raises(UnsupportedError, match="none can be compiled"):
-        speed_up(tiny_pair("pegasus"), settings(compile=True))
-    assert not compiled
-    speed_up(tiny_pair("bart"), settings(compile=True))
-    assert len(compiled) == 4

@@ -1,0 +1,75 @@
+"""Stop a run whose loss rises and does not come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from ...errors import TrainingError
+
+_ADVICE = (
+    "The saves are from before: go on from them with a lower --learning-rate or --max-grad-norm and --resume always, "
+    "or look at the text of these steps. --spike 0 goes on regardless."
+)
+
+
+class SpikeDetector:
+    """Compares each loss with the median of the last ones that were not spikes.
+
+    Args:
+        factor: a loss above this many times the median is a spike if it is also a nat above it: a small divergence may
+            well triple while the learning rate rises. 0 detects nothing.
+        losses: of the steps before, if a run continues.
+    """
+
+    WINDOW, MIN_LOSSES, MAX_SPIKES = 50, 20, 3
+    """Losses to compare with, the fewest that are enough, and the number of spikes in a row that stops a run."""
+    RISE_NATS = 1.0
+
+    def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
+        self._factor = factor
+        self._calm_losses = list(losses)
+        self._spikes = 0
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses, in nats, that the next one is compared with."""
+        return self._calm_losses
+
+    @property
+    def calm(self) -> bool:
+        """False if the last loss was a spike. Weights of such a moment are not worth a save."""
+        return not self._spikes
+
+    @property
+    def spikes(self) -> int:
+        """Number of spikes in a row, up to the last loss."""
+        return self._spikes
+
+    def check(self, step: int, loss: float) -> None:
+        """Compare the loss of a step.
+
+        Raises:
+            TrainingError: it is the third spike in a row.
+        """
+        usual = median(self._calm_losses) if self._factor and len(self._calm_losses) >= self.MIN_LOSSES else None
+        if usual is None or loss <= max(self._factor * usual, usual + self.RISE_NATS):
+            self._calm_losses = [*self._calm_losses, loss][-self.WINDOW :]
+            self._spikes = 0
+            return
+        self._spikes += 1
+        if self._spikes == self.MAX_SPIKES:
+            raise TrainingError(
+                f"At step {step} the loss is {loss:.3f}, and it has been over {self._factor:g} times the usual "
+                f"{usual:.3f} for {self.MAX_SPIKES} steps.",
+                _ADVICE,
+            )
+
+    def refuse_end(self, step: int) -> None:
+        """Check that the run does not end in a spike.
+
+        Raises:
+            TrainingError: the last loss was one.
+        """
+        if not self.calm:
+            raise TrainingError(f"The run ends at step {step} in a spike of the loss.", _ADVICE)

@@ -1,0 +1,1 @@
+"""The training run: opened and checked, put on its devices, and trained step by step."""
