@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from errno import ENOTDIR
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..console import info
 from ..convert.run import plan_conversion, run_plan
-from ..convert.settings import ConvertSettings
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report, read_results
-from ..eval.settings import EvalSettings
 from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
 from ..uptrain.processes.launch import launch
 from ..uptrain.run import uptrain_checkpoint
-from ..uptrain.settings import FREE_ON_RESUME, UptrainSettings
+from ..uptrain.settings import FREE_ON_RESUME
 from ..working_folder import WorkingFolder
 from .schema import Recipe
 
@@ -96,13 +96,15 @@ def _claim(recipe: Recipe, folder: Path) -> None:
         UsageError: the folder holds something else, or the steps of another recipe.
     """
     work = WorkingFolder(folder, recipe.model_dump(mode="json"), _RECIPE)
+    if folder.is_file():
+        raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder))
     if work.is_foreign:
         raise UsageError(
             f"{folder} is not empty, and `headfold run` did not make it.", "Choose another folder with -o."
         )
     try:
         content = work.found()
-        found = None if content is None else _restored(content)
+        found = None if content is None else Recipe.restored(content)
     except (KeyError, TypeError, ValueError) as problem:
         raise UsageError(
             f"{folder / _RECIPE} is damaged.", "Choose another folder with -o, or remove this one."
@@ -120,16 +122,6 @@ def _claim(recipe: Recipe, folder: Path) -> None:
         )
     if other_comparison:
         work.adopt()
-
-
-def _restored(content: dict[str, Any]) -> Recipe:
-    """Read a recipe that was written down resolved, by this release or the one before."""
-    return Recipe(
-        checkpoint=content["checkpoint"],
-        convert=ConvertSettings.restored(content["convert"]),
-        uptrain=UptrainSettings.restored(content["uptrain"]),
-        eval=EvalSettings.restored(content["eval"]),
-    )
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
