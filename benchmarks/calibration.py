@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 from headfold.checkpoint.load import load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics
+from headfold.convert.calibration.offload import load_or_offload
+from headfold.convert.calibration.text import token_blocks
 from headfold.corpus import open_corpus
 
 from convert import make_checkpoint, watched
@@ -47,7 +49,7 @@ def _time(tokens: int, repeats: int) -> None:
     tokenizer = load_tokenizer(BUNDLED)
     blocks_NT = token_blocks(open_corpus("stdlib#train"), tokenizer, tokens=tokens, sequence_length=512)
     with tempfile.TemporaryDirectory() as name:
-        model = load_for_calibration(BUNDLED, Checkpoint.open(BUNDLED).weight_bytes, Path(name))
+        model = load_or_offload(BUNDLED, Checkpoint.open(BUNDLED).weight_bytes, Path(name))
         ratios = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -75,7 +77,7 @@ def _measure_memory(folder: Path) -> None:
     blocks_NT = torch.arange(256).reshape(2, 128)
     with tempfile.TemporaryDirectory() as name:
         # a size beyond any memory keeps the weights on disk whatever this machine has
-        model = load_for_calibration(folder, 2**60, Path(name))
+        model = load_or_offload(folder, 2**60, Path(name))
         collect_statistics(model, blocks_NT, Path(name) / "statistics", metadata={})
 
 

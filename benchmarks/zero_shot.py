@@ -20,8 +20,10 @@ import torch
 from headfold import console
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics
+from headfold.convert.calibration.offload import load_or_offload
 from headfold.convert.calibration.statistics import SOURCE, Statistics
+from headfold.convert.calibration.text import token_blocks
 from headfold.convert.methods.table import METHODS
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
@@ -95,7 +97,7 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         kv_heads = plan_conversion(options.checkpoint, groups=1).family.kv_heads
         yield "source", str(kv_heads), f"{expected:.2f}", "", ""
         started = time.perf_counter()
-        model = load_for_calibration(options.checkpoint, source.weight_bytes, scratch, device=options.device)
+        model = load_or_offload(options.checkpoint, source.weight_bytes, scratch, device=options.device)
         statistics = collect_statistics(
             model, text_NT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
         )

@@ -22,10 +22,12 @@ from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import is_pair
 from ..rewrites.materialise import loadable, model_folder
 from ..settings import ConvertSettings
-from .collect import collect_statistics, load_for_calibration, reading_modules, token_blocks
-from .encoder_decoder import collect_pair_statistics, corrupted
-from .out_of_memory import fitting
+from .collect import collect_statistics, reading_modules
+from .encoder_decoder import collect_encoder_decoder_statistics, cut_spans
+from .offload import load_or_offload
+from .out_of_memory import reporting_out_of_memory
 from .statistics import SOURCE, Statistics
+from .text import token_blocks
 
 IDS = "ids_sha256"
 """Key of the metadata of statistics: the hash of the token ids they were collected on."""
@@ -67,8 +69,8 @@ class SourceModel:
     def __call__(self) -> Any:
         if self._model is None:
             self._scratch.mkdir()
-            with self.fitting("Loading the source"):
-                self._model = load_for_calibration(
+            with self.reporting_out_of_memory("Loading the source"):
+                self._model = load_or_offload(
                     model_folder(self.source),
                     self.source.weight_bytes,
                     self._scratch,
@@ -81,10 +83,10 @@ class SourceModel:
         return load_tokenizer(self.source.folder, trust_remote_code=self._trust)
 
     @contextmanager
-    def fitting(self, doing: str) -> Iterator[None]:
+    def reporting_out_of_memory(self, doing: str) -> Iterator[None]:
         """Turn "out of memory" inside the block into a sentence that names the size of the source."""
         size = f"the source's weights take {human_bytes(self.source.weight_bytes)}"
-        with fitting(self.device, doing, lambda: size):
+        with reporting_out_of_memory(self.device, doing, lambda: size):
             yield
 
     def release(self) -> None:
@@ -160,11 +162,13 @@ def new_statistics(
     file = scratch / "statistics.safetensors" if settings.statistics is None else settings.statistics
     metadata = {SOURCE: model.source.digest(), **text.describe()}
     if is_pair(model.source.config):
-        pairs = corrupted(text.ids_BT, model.tokenizer())
-        with model.fitting("Calibration"):
-            return collect_pair_statistics(model(), *pairs, file, layers, metadata=metadata, device=model.device)
+        pairs = cut_spans(text.ids_BT, model.tokenizer())
+        with model.reporting_out_of_memory("Calibration"):
+            return collect_encoder_decoder_statistics(
+                model(), *pairs, file, layers, metadata=metadata, device=model.device
+            )
     loaded = model()
-    with model.fitting("Calibration"):
+    with model.reporting_out_of_memory("Calibration"):
         return collect_statistics(
             loaded, text.ids_BT, file, metadata=metadata, readers=reading_modules(layers), device=model.device
         )

@@ -14,7 +14,7 @@ _OF_THE_CPU = "DefaultCPUAllocator"
 
 
 @contextmanager
-def fitting(device: torch.device | str, doing: str, needs: Callable[[], str]) -> Iterator[None]:
+def reporting_out_of_memory(device: torch.device | str, doing: str, needs: Callable[[], str]) -> Iterator[None]:
     """Turn "out of memory" inside the block into an error that a user can act on.
 
     Args:

@@ -71,7 +71,7 @@ class Refinement:
         source = Checkpoint.open(model_folder(model.source))
         identity = identity_of(source, self.text.ids_BT, self.settings, self.conversion)
         work = RefineWork(self.work, identity)
-        with model.fitting("A look at the source"):
+        with model.reporting_out_of_memory("A look at the source"):
             require_refinable(model, source, self.layers, self.text.ids_BT, self.settings, work, device=model.device)
 
 

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.convert.calibration import collect as calibration
-from headfold.convert.calibration.collect import (
-    collect_statistics,
-    input_projections,
-    load_for_calibration,
-    token_blocks,
-)
+from headfold.convert.calibration import offload
+from headfold.convert.calibration.collect import collect_statistics, input_projections
+from headfold.convert.calibration.offload import load_or_offload
 from headfold.convert.calibration.statistics import SOURCE, Statistics
+from headfold.convert.calibration.text import token_blocks
 from headfold.corpus import Corpus, Document
 from headfold.errors import CheckpointError, DataError, UnsupportedError, UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,14 +69,14 @@ def test_saved_file_is_read_back_and_tied_to_its_source(model, blocks, tmp_path:
         read.require_source("abc", 4)
 
 
-def test_what_is_no_statistics_file_is_refused(model, tmp_path: Path) -> None:
+def test_other_files_are_refused_as_statistics(model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no statistics file"):
         Statistics.open(tmp_path / "absent")
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds no calibration statistics"):
         Statistics.open(tmp_path / "model.safetensors")
     (tmp_path / "torn").write_bytes(b"\x10\0\0")
-    with pytest.raises(CheckpointError, match="is no statistics file"):
+    with pytest.raises(CheckpointError, match="is not a valid statistics file"):
         Statistics.open(tmp_path / "torn")
 
 
@@ -109,13 +106,13 @@ def test_unread_attention_is_refused(model, blocks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", [False, True])
 def test_weights_left_on_disk_give_the_same(mark, model, blocks, tmp_path: Path, monkeypatch) -> None:
-    """Of a decoder that carries the mark of a pair (``is_encoder_decoder``), too."""
+    """Also for a decoder whose config says ``is_encoder_decoder``."""
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": mark}))
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
-    monkeypatch.setattr(calibration, "_IN_MEMORY_SHARE", 0.0)
-    on_disk = load_for_calibration(tmp_path / "source", weight_bytes=1, scratch=tmp_path / "scratch")
+    monkeypatch.setattr(offload, "_IN_MEMORY_SHARE", 0.0)
+    on_disk = load_or_offload(tmp_path / "source", weight_bytes=1, scratch=tmp_path / "scratch")
     assert all(parameter.is_meta for parameter in on_disk.model.layers.parameters())
     found = collect_statistics(on_disk, blocks, tmp_path / "s.safetensors", metadata={})
     for layer, expected in enumerate(_direct(model, blocks)):
@@ -147,5 +144,5 @@ def test_blocks_are_packed_with_the_tokenizers_separator(bos, eos, expected) -> 
     assert blocks.flatten().tolist() == expected[:6]
     short = token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=4)
     assert short.shape == (len(expected) // 4, 4)
-    with pytest.raises(DataError, match="fewer than one block of 50"):
+    with pytest.raises(DataError, match="fewer than one sequence of 50"):
         token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=50)

@@ -13,7 +13,7 @@ from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibration.calibrate import calibrate
-from headfold.convert.calibration.encoder_decoder import corrupted
+from headfold.convert.calibration.encoder_decoder import cut_spans
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.family.rotary import Rotary
 from headfold.convert.inspect import predict_damage
@@ -52,7 +52,7 @@ def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text:
 
     model = load_language_model(tiny_t5).eval()
     blocks_NB = torch.load(_ids(calibration, tiny_t5, tmp_path))
-    sources, targets = corrupted(blocks_NB, _tokenizer(tiny_t5))
+    sources, targets = cut_spans(blocks_NB, _tokenizer(tiny_t5))
     decoder_ids = model.prepare_decoder_input_ids_from_labels(targets)
     inputs: dict[str, Tensor] = {}
     cross = model.decoder.block[1].layer[1]
@@ -185,10 +185,10 @@ def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Pa
         convert_calibrated(plan, tmp_path / "out", calibration_text(str(text), 400, sequence_length=BLOCK, refine=10))
     for tokens, why in ((600, "sentinels"), (1, "too few")):
         with pytest.raises(UsageError, match=why):
-            corrupted(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))
+            cut_spans(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))
     tokenizer = _tokenizer(tiny_t5)
     tokenizer.get_vocab = lambda: {"<mask>": 0}
     with pytest.raises(UnsupportedError, match="no sentinels") as caught:
-        corrupted(torch.zeros(1, 24, dtype=torch.long), tokenizer)
+        cut_spans(torch.zeros(1, 24, dtype=torch.long), tokenizer)
     assert "--calibration" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.convert import run
 from headfold.convert.calibration import calibrate
-from headfold.convert.calibration.out_of_memory import fitting
+from headfold.convert.calibration.out_of_memory import reporting_out_of_memory
 from headfold.convert.plan import Plan
 from headfold.convert.run import plan_conversion
 from headfold.errors import DataError, HeadfoldError, UnsupportedError, UsageError
@@ -69,7 +69,7 @@ def test_control_what_can_be_refined_gets_as_far_as_calibration(plan, text, tmp_
 
 
 def test_too_little_text(plan, text, tmp_path, nothing_computed, monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "load_for_calibration", None)
+    monkeypatch.setattr(calibrate, "load_or_offload", None)
     with pytest.raises(DataError, match="fewer than two steps"):
         convert_calibrated(plan(), tmp_path / "out", text(tokens=96))
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +122,10 @@ def _no_memory(*arguments: object, **named: object) -> None:
             "calibration.calibrate.collect_statistics",
             r"Calibration ran out of memory on cpu: the source's weights take \d",
         ),
-        ("refinement.refine.fit", r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32"),
+        (
+            "refinement.refine.fit_projections",
+            r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32",
+        ),
     ],
 )
 def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, monkeypatch) -> None:
@@ -135,13 +138,19 @@ def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, mo
 
 
 def test_the_way_out_depends_on_the_device() -> None:
-    with pytest.raises(HeadfoldError, match="on cuda: much") as problem, fitting("cuda", "Calibration", lambda: "much"):
+    with (
+        pytest.raises(HeadfoldError, match="on cuda: much") as problem,
+        reporting_out_of_memory("cuda", "Calibration", lambda: "much"),
+    ):
         _no_memory()
     assert "--device cpu" in (problem.value.hint or "")
-    with pytest.raises(HeadfoldError, match="on cpu: much") as problem, fitting("cpu", "Calibration", lambda: "much"):
+    with (
+        pytest.raises(HeadfoldError, match="on cpu: much") as problem,
+        reporting_out_of_memory("cpu", "Calibration", lambda: "much"),
+    ):
         torch.empty(2**60)
     assert "--device" not in (problem.value.hint or "")
-    with pytest.raises(RuntimeError, match="must match"), fitting("cpu", "Calibration", lambda: "much"):
+    with pytest.raises(RuntimeError, match="must match"), reporting_out_of_memory("cpu", "Calibration", lambda: "much"):
         _ = torch.ones(2) + torch.ones(3)
 
 

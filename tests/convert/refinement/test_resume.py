@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import calibration_text, convert_calibrated
-from headfold.convert.calibration import collect as calibration
+from headfold.convert.calibration import offload
 from headfold.convert.refinement import refine
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
@@ -67,8 +67,8 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
             raise Killed
         finished(work, done, *arguments)
 
-    fit, finished, killing = refine.fit, RefineWork.finish, True
-    monkeypatch.setattr(refine, "fit", count)
+    fit, finished, killing = refine.fit_projections, RefineWork.finish, True
+    monkeypatch.setattr(refine, "fit_projections", count)
     monkeypatch.setattr(RefineWork, "finish", finish)
     with pytest.raises(Killed):
         refined("out", tmp_path / "work")
@@ -80,7 +80,7 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
 def test_what_is_finished_is_not_fitted_again_and_the_seed_matters(refined, tmp_path, monkeypatch) -> None:
     expected = refined("out", tmp_path / "work")
     assert refined("other", settings=RefineSettings(steps=4, batch_tokens=32, seed=1)) != expected, "the control"
-    monkeypatch.setattr(refine, "fit", None)
+    monkeypatch.setattr(refine, "fit_projections", None)
     assert refined("out", tmp_path / "work") == expected
 
 
@@ -126,11 +126,11 @@ def test_weights_left_on_disk_give_the_same_bits(refined, monkeypatch) -> None:
     loaded = []
 
     def watch(*arguments, **named):
-        loaded.append(calibration.load_for_calibration(*arguments, **named))
+        loaded.append(offload.load_or_offload(*arguments, **named))
         return loaded[-1]
 
-    monkeypatch.setattr(calibration, "_IN_MEMORY_SHARE", 0.0)
-    monkeypatch.setattr("headfold.convert.refinement.on_disk.load_for_calibration", watch)
+    monkeypatch.setattr(offload, "_IN_MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("headfold.convert.refinement.on_disk.load_or_offload", watch)
     assert refined("disk") == expected
     for model in loaded:
         assert all(parameter.is_meta for parameter in model.parameters())
@@ -151,7 +151,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
             if len(fits) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments)
-        original, refine.fit = refine.fit, fit
+        original, refine.fit_projections = refine.fit_projections, fit
         convert_checkpoint(
             {str(tiny_checkpoint)!r}, Path({str(tmp_path / "out")!r}), groups=1, method="folded",
             calibration={str(text_file)!r}, calibration_tokens=2048, sequence_length=32, refine=3,
