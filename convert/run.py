@@ -21,15 +21,14 @@ from ..console import info, progress, warn
 from ..errors import UsageError
 from ..settings import validated
 from .calibration.calibrate import (
-    CalibrationText,
-    SourceModel,
-    kept_statistics,
     new_statistics,
-    read_text,
     refuse_missing_device,
     refuse_statistics_inside,
+    saved_statistics,
 )
+from .calibration.source_model import SourceModel
 from .calibration.statistics import Statistics
+from .calibration.text import CalibrationText, read_text
 from .family.verify import verify
 from .methods.context import MethodContext
 from .methods.layer import new_tensors
@@ -119,7 +118,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
         plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
         model = SourceModel(plan.source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
         layers = plan.family.blocks
-        statistics = kept_statistics(plan.source, settings, text, len(layers)) if plan.rewrites_queries else None
+        statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.rewrites_queries else None
         if refinement is not None:
             refinement = settled(refinement, model, asked_for=settings.refine is not None)
         if plan.rewrites_queries and statistics is None:

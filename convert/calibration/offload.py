@@ -74,15 +74,13 @@ def weights_in_memory(module: nn.Module) -> Iterator[dict[Tensor, torch.dtype]]:
 def _read_weights(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
     """Read the weights of one module, and bypass the hook that would read them again at each call."""
     assert hook.weights_map is not None
-    for name in list(part._parameters):
-        if part._parameters[name] is not None:
-            part._parameters[name] = nn.Parameter(hook.weights_map[name])
+    for name, _ in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
     part.forward = part._old_forward  # type: ignore[assignment]
     return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
 
 
 def _drop_weights(part: nn.Module, forward: Callable[..., Any]) -> None:
     part.forward = forward
-    for name, parameter in part._parameters.items():
-        if parameter is not None:
-            part._parameters[name] = nn.Parameter(parameter.to("meta"))
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(parameter.to("meta")))

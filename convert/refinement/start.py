@@ -10,7 +10,8 @@ from typing import Any
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import DataError, UnsupportedError
-from ..calibration.calibrate import CalibrationText, SourceModel
+from ..calibration.source_model import SourceModel
+from ..calibration.text import CalibrationText
 from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import is_pair, refuse_refinement
 from ..rewrites.materialise import model_folder

@@ -80,7 +80,7 @@ def _tokenizer(folder: Path) -> Any:
 
 def _ids(calibration: dict, folder: Path, scratch: Path) -> Path:
     """The blocks of token ids that calibration reads, as a file."""
-    from headfold.convert.calibration.calibrate import read_text
+    from headfold.convert.calibration.text import read_text
     from headfold.convert.run import Checkpoint
     from headfold.convert.settings import ConvertSettings
 

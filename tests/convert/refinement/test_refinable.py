@@ -12,7 +12,7 @@ from calibrated import calibration_text, convert_calibrated
 from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.convert import run
-from headfold.convert.calibration import calibrate
+from headfold.convert.calibration import calibrate, source_model
 from headfold.convert.calibration.out_of_memory import reporting_out_of_memory
 from headfold.convert.plan import Plan
 from headfold.convert.run import plan_conversion
@@ -69,7 +69,7 @@ def test_control_what_can_be_refined_gets_as_far_as_calibration(plan, text, tmp_
 
 
 def test_too_little_text(plan, text, tmp_path, nothing_computed, monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "load_or_offload", None)
+    monkeypatch.setattr(source_model, "load_or_offload", None)
     with pytest.raises(DataError, match="fewer than two steps"):
         convert_calibrated(plan(), tmp_path / "out", text(tokens=96))
     assert list(tmp_path.iterdir()) == []
