@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
     parser.add_argument("--calibration-tokens", type=int, default=98_304)
-    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of one block of calibration text")
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of one sequence of calibration text")
     parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
     parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
     parser.add_argument("--window", type=int, default=512)
@@ -87,7 +87,7 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     tokenizer = load_tokenizer(options.checkpoint)
     documents = tokenize_documents(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None)
     corpus = open_corpus(options.calibration)
-    text_NT = token_blocks(
+    text_BT = token_blocks(
         corpus, tokenizer, tokens=options.calibration_tokens, sequence_length=options.sequence_length
     )
     source = Checkpoint.open(options.checkpoint)
@@ -99,12 +99,12 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         started = time.perf_counter()
         model = load_or_offload(options.checkpoint, source.weight_bytes, scratch, device=options.device)
         statistics = collect_statistics(
-            model, text_NT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
+            model, text_BT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
         )
         yield "calibration", "", "", "", f"{time.perf_counter() - started:.0f}"
         for groups in map(int, options.groups.split(",")):
             for variant in options.variants.split(","):
-                found, seconds = _measure(variant, groups, options, text_NT, statistics, documents, scratch)
+                found, seconds = _measure(variant, groups, options, text_BT, statistics, documents, scratch)
                 change = f"{100 * (found / expected - 1):+.1f} %"
                 console.info(f"{variant}, {groups} KV heads: {found:.2f} ({change}) in {seconds:.0f} s")
                 yield variant, str(groups), f"{found:,.2f}", change, f"{seconds:.0f}"
@@ -114,7 +114,7 @@ def _measure(
     variant: str,
     groups: int,
     options: argparse.Namespace,
-    text_NT: torch.Tensor,
+    text_BT: torch.Tensor,
     statistics: Statistics,
     documents: list[TokenDocument],
     scratch: Path,
@@ -128,7 +128,7 @@ def _measure(
     run_plan(plan, out, statistics=needed, overwrite=True)
     if refine:
         settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)
-        refine_folder(options.checkpoint, out, plan.family.blocks, text_NT, settings, device=options.device)
+        refine_folder(options.checkpoint, out, plan.family.blocks, text_BT, settings, device=options.device)
     seconds = time.perf_counter() - started
     return _perplexity(out, documents, options), seconds
 

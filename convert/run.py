@@ -33,7 +33,7 @@ from .family.verify import verify
 from .methods.context import MethodContext
 from .methods.layer import new_tensors
 from .plan import Plan, make_plan
-from .refinement.resume import RefineWork, remove_work
+from .refinement.resume import RefinementFolder, remove_refinement_folder
 from .refinement.start import Refinement, fit_settings, refinement_steps, settled
 from .rewrites.encoder_decoder import settle_generation
 from .rewrites.materialise import loadable, say_route, settle_tokenizer
@@ -126,7 +126,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
         model.release()
         _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
     if refinement is not None and refinement.work.exists():
-        remove_work(refinement.work)
+        remove_refinement_folder(refinement.work)
     return out
 
 
@@ -141,7 +141,7 @@ def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remot
         plan.family.blocks,
         text,
         fit_settings(steps, settings.seed, text),
-        RefineWork.beside(out),
+        RefinementFolder.beside(out),
         conversion,
         settings.device,
         trust_remote_code,

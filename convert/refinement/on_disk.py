@@ -22,7 +22,7 @@ from ..family.attention_layer import AttentionLayer
 from .fit import RefineSettings
 from .layer_runner import decoder_layers, layer_index
 from .refine import drop_incomplete_batch, projections, refine_layers
-from .resume import LayerFit, RefineWork
+from .resume import LayerFit, RefinementFolder
 
 _PROBE_TOKENS = 8
 """Tokens of each of two sequences that show how a model calls its layers."""
@@ -31,7 +31,7 @@ _PROBE_TOKENS = 8
 def refine_folder(
     source: Path,
     folder: Path,
-    blocks: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer],
     text_BT: Tensor,
     settings: RefineSettings,
     *,
@@ -47,7 +47,7 @@ def refine_folder(
     Args:
         source: the checkpoint that ``folder`` was converted from.
         folder: the converted checkpoint, not yet published; it is changed when all layers are fitted.
-        blocks: its attention layers.
+        layers: its attention layers.
         text_BT: calibration text as token ids, see :func:`headfold.convert.calibration.text.token_blocks`.
         work: a folder that stays, from which a killed refinement continues; None: a temporary one.
         conversion: how ``folder`` was made, by the names of the options; part of the identity of the work.
@@ -58,22 +58,22 @@ def refine_folder(
         UsageError: ``work`` holds another refinement.
         CheckpointError: one of the two checkpoints cannot be loaded.
     """
-    places = Checkpoint.open(folder)
-    original = Checkpoint.open(source)
+    converted, original = Checkpoint.open(folder), Checkpoint.open(source)
     with tempfile.TemporaryDirectory(prefix="headfold-") as name:
         scratch = Path(name)
         identity = identity_of(original, text_BT, settings, conversion or {})
-        progress = RefineWork(work or scratch / "work", {**identity, "result of the method": places.digest()})
+        progress = RefinementFolder(work or scratch / "work", {**identity, "result of the method": converted.digest()})
         models: list[Any] = []
-        for side, checkpoint in (("source", original), ("converted", places)):
+        for side, checkpoint in (("source", original), ("converted", converted)):
             (scratch / side).mkdir()
-            size = original.weight_bytes + places.weight_bytes
+            size = original.weight_bytes + converted.weight_bytes
             model = load_or_offload(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
             models.append(model.eval())
-        readers = reading_modules(blocks)
-        targets = {reader: _places(models[1], reader, places) for reader in readers}
+        readers = reading_modules(layers)
+        # Before the fit, so that a model whose tensors cannot be written back is refused before hours of work.
+        places = {reader: _places_on_disk(models[1], reader, converted) for reader in readers}
         fits = refine_layers(models[0], models[1], text_BT, settings, progress, readers=readers, device=device)
-        for reader, names in targets.items():
+        for reader, names in places.items():
             for name, tensor in progress.fitted(layer_index(reader)).items():
                 _overwrite(names[name], tensor)
     return fits
@@ -94,10 +94,10 @@ def identity_of(
 def require_refinable(
     load: Callable[[], Any],
     source: Checkpoint,
-    blocks: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer],
     text_BT: Tensor,
     settings: RefineSettings,
-    work: RefineWork,
+    work: RefinementFolder,
     *,
     device: torch.device | str = "cpu",
 ) -> None:
@@ -114,15 +114,15 @@ def require_refinable(
         HeadfoldError: there is too little room on disk for the states between layers.
     """
     text_BT, _ = drop_incomplete_batch(text_BT, settings)
-    model, readers = load(), reading_modules(blocks)
+    model, readers = load(), reading_modules(layers)
     for reader in readers:
-        _places(model, reader, source)
+        _places_on_disk(model, reader, source)
     first = decoder_layers(model, readers, text_BT[:2, :_PROBE_TOKENS].to(device))[0]
     count, length = text_BT.shape
     work.require_place(count, length, first.hidden)
 
 
-def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+def _places_on_disk(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """Find the projections of one attention module on disk, by their names in the module.
 
     Raises:

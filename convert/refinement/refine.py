@@ -22,7 +22,7 @@ from ..calibration.out_of_memory import reporting_out_of_memory
 from ..family.exactness import OUTPUTS
 from .fit import LayerRegression, RefineSettings, fit_projections, gradients_only_for
 from .layer_runner import DecoderLayer, decoder_layers, first_inputs, first_tensor, float32_on, write_outputs
-from .resume import LayerFit, RefineWork
+from .resume import LayerFit, RefinementFolder
 
 
 def refine_layers(
@@ -30,7 +30,7 @@ def refine_layers(
     converted: Any,
     text_BT: Tensor,
     settings: RefineSettings,
-    work: RefineWork,
+    work: RefinementFolder,
     *,
     readers: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
@@ -116,7 +116,12 @@ class _LayerRefiner:
     """Refines layer after layer; the hidden states before each are in ``work``."""
 
     def __init__(
-        self, work: RefineWork, settings: RefineSettings, batch: int, device: torch.device, shape: tuple[int, int, int]
+        self,
+        work: RefinementFolder,
+        settings: RefineSettings,
+        batch: int,
+        device: torch.device,
+        shape: tuple[int, int, int],
     ) -> None:
         self.work, self.settings, self.batch, self.device, self.shape = work, settings, batch, device, shape
 

@@ -87,7 +87,7 @@ def test_the_unfinished_refinement_of_another_conversion(
     method, changes, named, plan, text, tmp_path, monkeypatch, request
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(run, "remove_work", lambda folder: None)
+        patched.setattr(run, "remove_refinement_folder", lambda folder: None)
         convert_calibrated(plan(), tmp_path / "out", text())
     before = {file: file.read_bytes() for file in (tmp_path / "out.refinement").iterdir()}
     request.getfixturevalue("nothing_computed")

@@ -13,7 +13,7 @@ from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.layer_runner import decoder_layers
 from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.refinement.refine import refine_layers
-from headfold.convert.refinement.resume import LayerFit, RefineWork
+from headfold.convert.refinement.resume import LayerFit, RefinementFolder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import DataError, UnsupportedError
 from safetensors.torch import load_file
@@ -62,7 +62,7 @@ def _refine(
     source: nn.Module, model: nn.Module, text: torch.Tensor, settings: RefineSettings = SETTINGS, **options: object
 ) -> list[LayerFit]:
     with tempfile.TemporaryDirectory() as folder:
-        return refine_layers(source, model, text, settings, RefineWork(Path(folder) / "work", {}), **options)
+        return refine_layers(source, model, text, settings, RefinementFolder(Path(folder) / "work", {}), **options)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from headfold.convert.calibration import offload
 from headfold.convert.refinement import refine
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
-from headfold.convert.refinement.resume import RefineWork
+from headfold.convert.refinement.resume import RefinementFolder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import HeadfoldError, UsageError
 from tiny import tiny_model
@@ -67,9 +67,9 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
             raise Killed
         finished(work, done, *arguments)
 
-    fit, finished, killing = refine.fit_projections, RefineWork.finish, True
+    fit, finished, killing = refine.fit_projections, RefinementFolder.finish, True
     monkeypatch.setattr(refine, "fit_projections", count)
-    monkeypatch.setattr(RefineWork, "finish", finish)
+    monkeypatch.setattr(RefinementFolder, "finish", finish)
     with pytest.raises(Killed):
         refined("out", tmp_path / "work")
     killing, before = False, len(fitted)
