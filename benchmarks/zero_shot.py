@@ -124,7 +124,7 @@ def _measure(
     out = scratch / "converted"
     started = time.perf_counter()
     plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping)
-    needed = statistics if plan.rewrites_queries else None
+    needed = statistics if plan.reads_text else None
     run_plan(plan, out, statistics=needed, overwrite=True)
     if refine:
         settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)

@@ -118,10 +118,10 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
         plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
         model = SourceModel(plan.source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
         layers = plan.family.blocks
-        statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.rewrites_queries else None
+        statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.reads_text else None
         if refinement is not None:
             refinement = settled(refinement, model, asked_for=settings.refine is not None)
-        if plan.rewrites_queries and statistics is None:
+        if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
         model.release()
         _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
