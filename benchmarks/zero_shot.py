@@ -43,7 +43,6 @@ VARIANTS = {
     "mean+refine": ("mean", "contiguous", True),
 }
 """Name on the command line → (method, grouping, refine)."""
-DEFAULT_VARIANTS = "mean,aligned,aligned+rescale,folded,folded+similarity,folded+refine"
 
 
 def main() -> None:
@@ -119,13 +118,14 @@ def _measure(
     documents: list[TokenDocument],
     scratch: Path,
 ) -> tuple[float, float]:
-    """(perplexity, seconds that the conversion took without calibration)."""
+    """Convert and score: (perplexity, seconds of the conversion without calibration)."""
     method, grouping, refine = VARIANTS[variant]
     out = scratch / "converted"
     started = time.perf_counter()
-    plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping)
-    needed = statistics if plan.reads_text else None
-    run_plan(plan, out, statistics=needed, overwrite=True)
+    reads_text = METHODS[method].reads_text or grouping == "similarity"
+    fields = {"statistics": statistics.file} if reads_text else {}
+    plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping, **fields)
+    run_plan(plan, out, overwrite=True)
     if refine:
         settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)
         refine_folder(options.checkpoint, out, plan.family.blocks, text_BT, settings, device=options.device)
