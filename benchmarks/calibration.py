@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 from headfold.checkpoint.load import load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics
+from headfold.convert.calibration.offload import load_or_offload
+from headfold.convert.calibration.text import token_blocks
 from headfold.corpus import open_corpus
 
 from convert import make_checkpoint, watched
@@ -45,20 +47,20 @@ def main() -> None:
 def _time(tokens: int, repeats: int) -> None:
     """Calibration and bare forward passes in turn, so that a slow moment of the machine hits both."""
     tokenizer = load_tokenizer(BUNDLED)
-    blocks_NT = token_blocks(open_corpus("stdlib#train"), tokenizer, tokens=tokens, sequence_length=512)
+    text_BT = token_blocks(open_corpus("stdlib#train"), tokenizer, tokens=tokens, sequence_length=512)
     with tempfile.TemporaryDirectory() as name:
-        model = load_for_calibration(BUNDLED, Checkpoint.open(BUNDLED).weight_bytes, Path(name))
+        model = load_or_offload(BUNDLED, Checkpoint.open(BUNDLED).weight_bytes, Path(name))
         ratios = []
         for _ in range(repeats):
             began = time.perf_counter()
             with torch.inference_mode():
-                for ids_BT in blocks_NT.split(8):
+                for ids_BT in text_BT.split(8):
                     model.base_model(input_ids=ids_BT, use_cache=False)
             bare = time.perf_counter() - began
             began = time.perf_counter()
-            collect_statistics(model, blocks_NT, Path(name) / "statistics", metadata={})
+            collect_statistics(model, text_BT, Path(name) / "statistics", metadata={})
             ratios.append((time.perf_counter() - began) / bare)
-    print(f"calibration / bare forward passes, {blocks_NT.numel():,} tokens: median {statistics.median(ratios):.2f}")
+    print(f"calibration / bare forward passes, {text_BT.numel():,} tokens: median {statistics.median(ratios):.2f}")
     print(f"of {repeats} ratios: {', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))}")
 
 
@@ -72,11 +74,11 @@ def _memory(gigabytes: float) -> None:
 
 def _measure_memory(folder: Path) -> None:
     """In a process of its own: calibrate on a little text, weights on disk."""
-    blocks_NT = torch.arange(256).reshape(2, 128)
+    text_BT = torch.arange(256).reshape(2, 128)
     with tempfile.TemporaryDirectory() as name:
         # a size beyond any memory keeps the weights on disk whatever this machine has
-        model = load_for_calibration(folder, 2**60, Path(name))
-        collect_statistics(model, blocks_NT, Path(name) / "statistics", metadata={})
+        model = load_or_offload(folder, 2**60, Path(name))
+        collect_statistics(model, text_BT, Path(name) / "statistics", metadata={})
 
 
 if __name__ == "__main__":

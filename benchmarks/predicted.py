@@ -1,4 +1,4 @@
-"""Does the damage that is predicted from weights and moments rank measured perplexity? Methods × groups × models.
+"""Compare the damage predicted from weights and moments with measured perplexity: methods × groups × models.
 
     python benchmarks/predicted.py                       # the bundled model, and itself with 4 KV heads
     python benchmarks/predicted.py CHECKPOINT …          # others; with --calibration and --test for their text
@@ -17,12 +17,13 @@ from pathlib import Path
 
 from headfold import console
 from headfold.checkpoint.load import load_language_model, load_tokenizer
-from headfold.convert.calibrated import Calibration, calibrate, convert_calibrated
+from headfold.convert.calibration.calibrate import calibrate
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.layer import convert_attention, read_attention
+from headfold.convert.methods.table import METHODS
 from headfold.convert.plan import Plan
-from headfold.convert.run import plan_conversion, run_plan
+from headfold.convert.run import convert_checkpoint, plan_conversion, run_plan
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
@@ -30,7 +31,7 @@ from lost_energy import lost_shares
 from scipy.stats import spearmanr
 
 BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
-METHODS = ("mean", "first", "aligned", "aligned+rescale", "folded")
+COMPARED = ("mean", "first", "aligned", "aligned+rescale", "folded")
 
 
 def main() -> None:
@@ -54,36 +55,48 @@ def main() -> None:
 
 
 def _fewer_heads(scratch: Path, options: argparse.Namespace) -> Path:
-    """A second model, with a grouped source: the bundled one converted to 4 KV heads."""
-    plan = plan_conversion(BUNDLED, groups=4, method="folded")
-    text = Calibration(options.calibration, options.calibration_tokens, refine=0)
-    return convert_calibrated(plan, scratch / "four-heads", text)
+    """Make a second model with a grouped source: the bundled one converted to 4 KV heads."""
+    return convert_checkpoint(
+        BUNDLED,
+        scratch / "four-heads",
+        groups=4,
+        method="folded",
+        grouping="contiguous",
+        calibration=options.calibration,
+        calibration_tokens=options.calibration_tokens,
+        refine=0,
+    )
 
 
 def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:
-    """(method, groups, predicted share lost, log of measured perplexity over the source's)."""
+    """Yield (method, groups, predicted share lost, log of measured perplexity over the source's)."""
     documents = tokenize_documents(load_tokenizer(folder), open_corpus(options.test), max_tokens=options.test_tokens)
-    first = plan_conversion(folder, groups=1, method="folded")
-    text = Calibration(
-        options.calibration, options.calibration_tokens, statistics=scratch / f"{folder.name}.safetensors"
+    file = scratch / f"{folder.name}.safetensors"
+    first = plan_conversion(
+        folder,
+        groups=1,
+        calibration=options.calibration,
+        calibration_tokens=options.calibration_tokens,
+        statistics=file,
     )
-    statistics = calibrate(first, text)
+    statistics = calibrate(first.source, first.family.blocks, first.settings)
     source = _nats(folder, documents)
     divisors = [count for count in range(first.family.kv_heads - 1, 0, -1) if first.family.kv_heads % count == 0]
     for groups in divisors:
-        for method in METHODS:
-            plan = plan_conversion(folder, groups=groups, method=method)
-            out = run_plan(plan, scratch / "out", statistics=statistics, overwrite=True)
+        for method in COMPARED:
+            fields = {"statistics": file} if METHODS[method].reads_text else {}
+            plan = plan_conversion(folder, groups=groups, method=method, grouping="contiguous", **fields)
+            out = run_plan(plan, scratch / "out", overwrite=True)
             yield method, groups, _lost(plan, statistics), _nats(out, documents) - source
 
 
 def _lost(plan: Plan, statistics: Statistics) -> float:
-    """Mean over the layers of the share of K energy plus that of V energy."""
+    """Average over the layers the lost share of K energy plus the lost share of V energy."""
     shares = []
-    for block in plan.family.blocks:
-        attention = read_attention(plan.source, plan.family, block)
-        moment = statistics.second_moment(block.layer)
-        context = MethodContext(block.layer, second_moment=moment)
+    for layer in plan.family.blocks:
+        attention = read_attention(plan.source, plan.family, layer)
+        moment = statistics.second_moment(layer.layer)
+        context = MethodContext(layer.layer, second_moment=moment)
         converted = convert_attention(plan.method, attention, plan.groups, context)
         shares.append(sum(lost_shares(attention, converted, moment)))
     return sum(shares) / len(shares)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from headfold.convert.calibration.collect import collect as calibration
+from headfold.convert.calibration import offload
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.run import plan_conversion, run_plan
@@ -51,11 +51,11 @@ def main() -> None:
 
 def _refine(place: Path, options: argparse.Namespace) -> None:
     """In a process of its own: two steps a layer, weights on disk."""
-    calibration._IN_MEMORY_SHARE = 0.0
+    offload._IN_MEMORY_SHARE = 0.0
     plan = plan_conversion(place / "source", groups=GROUPS)
-    text_NT = torch.randint(0, 30_000, (options.tokens // options.sequence_length, options.sequence_length))
+    text_BT = torch.randint(0, 30_000, (options.tokens // options.sequence_length, options.sequence_length))
     settings = RefineSettings(steps=2, batch_tokens=options.batch_tokens)
-    fits = refine_folder(place / "source", place / "converted", plan.family.blocks, text_NT, settings)
+    fits = refine_folder(place / "source", place / "converted", plan.family.blocks, text_BT, settings)
     print(*fits, sep="\n", file=sys.stderr)
 
 

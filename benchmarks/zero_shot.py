@@ -20,8 +20,10 @@ import torch
 from headfold import console
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.calibration.collect import collect_statistics, load_for_calibration, token_blocks
+from headfold.convert.calibration.collect import collect_statistics
+from headfold.convert.calibration.offload import load_or_offload
 from headfold.convert.calibration.statistics import SOURCE, Statistics
+from headfold.convert.calibration.text import token_blocks
 from headfold.convert.methods.table import METHODS
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
@@ -41,7 +43,6 @@ VARIANTS = {
     "mean+refine": ("mean", "contiguous", True),
 }
 """Name on the command line → (method, grouping, refine)."""
-DEFAULT_VARIANTS = "mean,aligned,aligned+rescale,folded,folded+similarity,folded+refine"
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--calibration", default="stdlib#train", help="corpus for statistics and refinement")
     parser.add_argument("--calibration-tokens", type=int, default=98_304)
-    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of one block of calibration text")
+    parser.add_argument("--sequence-length", type=int, default=512, help="tokens of one sequence of calibration text")
     parser.add_argument("--test", default="stdlib#heldout", help="corpus that is scored")
     parser.add_argument("--test-tokens", type=int, default=16_384, help="score about so many; 0 for all")
     parser.add_argument("--window", type=int, default=512)
@@ -85,7 +86,7 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     tokenizer = load_tokenizer(options.checkpoint)
     documents = tokenize_documents(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None)
     corpus = open_corpus(options.calibration)
-    text_NT = token_blocks(
+    text_BT = token_blocks(
         corpus, tokenizer, tokens=options.calibration_tokens, sequence_length=options.sequence_length
     )
     source = Checkpoint.open(options.checkpoint)
@@ -95,14 +96,14 @@ def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         kv_heads = plan_conversion(options.checkpoint, groups=1).family.kv_heads
         yield "source", str(kv_heads), f"{expected:.2f}", "", ""
         started = time.perf_counter()
-        model = load_for_calibration(options.checkpoint, source.weight_bytes, scratch, device=options.device)
+        model = load_or_offload(options.checkpoint, source.weight_bytes, scratch, device=options.device)
         statistics = collect_statistics(
-            model, text_NT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
+            model, text_BT, scratch / "statistics", metadata={SOURCE: source.digest()}, device=options.device
         )
         yield "calibration", "", "", "", f"{time.perf_counter() - started:.0f}"
         for groups in map(int, options.groups.split(",")):
             for variant in options.variants.split(","):
-                found, seconds = _measure(variant, groups, options, text_NT, statistics, documents, scratch)
+                found, seconds = _measure(variant, groups, options, text_BT, statistics, documents, scratch)
                 change = f"{100 * (found / expected - 1):+.1f} %"
                 console.info(f"{variant}, {groups} KV heads: {found:.2f} ({change}) in {seconds:.0f} s")
                 yield variant, str(groups), f"{found:,.2f}", change, f"{seconds:.0f}"
@@ -112,21 +113,22 @@ def _measure(
     variant: str,
     groups: int,
     options: argparse.Namespace,
-    text_NT: torch.Tensor,
+    text_BT: torch.Tensor,
     statistics: Statistics,
     documents: list[TokenDocument],
     scratch: Path,
 ) -> tuple[float, float]:
-    """(perplexity, seconds that the conversion took without calibration)."""
+    """Convert and score: (perplexity, seconds of the conversion without calibration)."""
     method, grouping, refine = VARIANTS[variant]
     out = scratch / "converted"
     started = time.perf_counter()
-    plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping)
-    needed = statistics if plan.rewrites_queries else None
-    run_plan(plan, out, statistics=needed, overwrite=True)
+    reads_text = METHODS[method].reads_text or grouping == "similarity"
+    fields = {"statistics": statistics.file} if reads_text else {}
+    plan = plan_conversion(options.checkpoint, groups=groups, method=method, grouping=grouping, **fields)
+    run_plan(plan, out, overwrite=True)
     if refine:
         settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)
-        refine_folder(options.checkpoint, out, plan.family.blocks, text_NT, settings, device=options.device)
+        refine_folder(options.checkpoint, out, plan.family.blocks, text_BT, settings, device=options.device)
     seconds = time.perf_counter() - started
     return _perplexity(out, documents, options), seconds
 

@@ -73,9 +73,9 @@ class Plan:
         return any(setting.heads != self.groups for setting in self.family.settings)
 
     @property
-    def rewrites_queries(self) -> bool:
-        """True when q and o change as well as k and v."""
-        return self.changes and (self.method.rewrites_queries or self.grouping != "contiguous")
+    def reads_text(self) -> bool:
+        """Whether the method or the grouping uses the second moments of text."""
+        return self.changes and (self.method.reads_text or self.grouping != "contiguous")
 
     @property
     def rewrite(self) -> RetypedCheckpoint | None:

@@ -21,20 +21,19 @@ from ..console import info, progress, warn
 from ..errors import UsageError
 from ..settings import validated
 from .calibration.calibrate import (
-    CalibrationText,
-    SourceModel,
-    kept_statistics,
     new_statistics,
-    read_text,
     refuse_missing_device,
     refuse_statistics_inside,
+    saved_statistics,
 )
+from .calibration.source_model import SourceModel
 from .calibration.statistics import Statistics
+from .calibration.text import CalibrationText, read_text
 from .family.verify import verify
 from .methods.context import MethodContext
 from .methods.layer import new_tensors
 from .plan import Plan, make_plan
-from .refinement.resume import RefineWork, remove_work
+from .refinement.resume import RefinementFolder, remove_refinement_folder
 from .refinement.start import Refinement, fit_settings, refinement_steps, settled
 from .rewrites.encoder_decoder import settle_generation
 from .rewrites.materialise import loadable, say_route, settle_tokenizer
@@ -119,15 +118,15 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
         plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
         model = SourceModel(plan.source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
         layers = plan.family.blocks
-        statistics = kept_statistics(plan.source, settings, text, len(layers)) if plan.rewrites_queries else None
+        statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.reads_text else None
         if refinement is not None:
             refinement = settled(refinement, model, asked_for=settings.refine is not None)
-        if plan.rewrites_queries and statistics is None:
+        if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
         model.release()
         _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
     if refinement is not None and refinement.work.exists():
-        remove_work(refinement.work)
+        remove_refinement_folder(refinement.work)
     return out
 
 
@@ -142,7 +141,7 @@ def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remot
         plan.family.blocks,
         text,
         fit_settings(steps, settings.seed, text),
-        RefineWork.beside(out),
+        RefinementFolder.beside(out),
         conversion,
         settings.device,
         trust_remote_code,

@@ -70,7 +70,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     if SOURCE not in {row.method for row in rows}:
         rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
     statistics = out / "statistics.safetensors"  # one pass over the calibration text serves every row
-    if any(METHODS[method.removesuffix(REFINED)].rewrites_queries for method in settings.methods):
+    if any(METHODS[method.removesuffix(REFINED)].reads_text for method in settings.methods):
         wanted = _conversion(settings, "folded", plans[0].groups, statistics)
         calibrate(plans[0].source, plans[0].family.blocks, wanted)
     for groups in settings.groups:
@@ -93,13 +93,13 @@ def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: Swe
 def _conversion(settings: SweepSettings, method: str, groups: int, statistics: Path) -> ConvertSettings:
     """Settings of one conversion. A method that looks at no text is given none."""
     name, refined = method.removesuffix(REFINED), method.endswith(REFINED)
-    if not refined and not METHODS[name].rewrites_queries:
+    if not refined and not METHODS[name].reads_text:
         return ConvertSettings(groups=groups, method=name)
     return ConvertSettings(
         groups=groups,
         method=name,
         refine=settings.refine if refined else 0,
-        statistics=statistics if METHODS[name].rewrites_queries else None,
+        statistics=statistics if METHODS[name].reads_text else None,
         **{field: getattr(settings, field) for field in CalibrationSettings.model_fields},
     )
 

@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...checkpoint.load import load_tokenizer
 from ...checkpoint.source import Checkpoint
-from ...console import human_bytes, info
-from ...corpus import TRAIN, Corpus, open_corpus
+from ...console import info
 from ...errors import UsageError
 from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import is_pair
-from ..rewrites.materialise import loadable, model_folder
+from ..rewrites.materialise import loadable
 from ..settings import ConvertSettings
-from .collect import collect_statistics, load_for_calibration, reading_modules, token_blocks
-from .encoder_decoder import collect_pair_statistics, corrupted
-from .out_of_memory import fitting
+from .collect import collect_statistics, reading_modules
+from .encoder_decoder import collect_encoder_decoder_statistics, cut_spans
+from .source_model import SourceModel
 from .statistics import SOURCE, Statistics
-
-IDS = "ids_sha256"
-"""Key of the metadata of statistics: the hash of the token ids they were collected on."""
-
-
-@dataclass(frozen=True)
-class CalibrationText:
-    """Calibration text: the corpus, and its token ids (B sequences of T tokens)."""
-
-    corpus: Corpus
-    ids_BT: Tensor
-
-    def describe(self) -> dict[str, str]:
-        """Name the corpus, and give a hash of the very token ids that are used."""
-        ids = hashlib.sha256(self.ids_BT.numpy().tobytes()).hexdigest()
-        known = {"corpus": self.corpus.spec, "revision": self.corpus.revision}
-        size = {"tokens": str(self.ids_BT.numel()), "sequence_length": str(self.ids_BT.shape[1])}
-        return {**known, **size, IDS: ids}
-
-
-def read_text(source: Checkpoint, settings: ConvertSettings, *, trust_remote_code: bool) -> CalibrationText | None:
-    """Read the calibration text in the source's own tokens; None where no text is named."""
-    if settings.calibration is None:
-        return None
-    corpus = open_corpus(settings.calibration, TRAIN)
-    tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-    tokens, length = settings.calibration_tokens, settings.sequence_length
-    return CalibrationText(corpus, token_blocks(corpus, tokenizer, tokens=tokens, sequence_length=length))
-
-
-class SourceModel:
-    """The source as a model, loaded when it is first called."""
-
-    def __init__(self, source: Checkpoint, device: str, scratch: Path, *, trust_remote_code: bool) -> None:
-        self.device, self.source = device, source
-        self._scratch, self._trust = scratch, trust_remote_code
-        self._model: Any = None
-
-    def __call__(self) -> Any:
-        if self._model is None:
-            self._scratch.mkdir()
-            with self.fitting("Loading the source"):
-                self._model = load_for_calibration(
-                    model_folder(self.source),
-                    self.source.weight_bytes,
-                    self._scratch,
-                    device=self.device,
-                    trust_remote_code=self._trust,
-                ).eval()
-        return self._model
-
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.source.folder, trust_remote_code=self._trust)
-
-    @contextmanager
-    def fitting(self, doing: str) -> Iterator[None]:
-        """Turn "out of memory" inside the block into a sentence that names the size of the source."""
-        size = f"the source's weights take {human_bytes(self.source.weight_bytes)}"
-        with fitting(self.device, doing, lambda: size):
-            yield
-
-    def release(self) -> None:
-        """Give its memory back."""
-        self._model = None
+from .text import IDS, CalibrationText, read_text
 
 
 def calibrate(
@@ -116,11 +47,11 @@ def calibrate(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
         source = stack.enter_context(loadable(source, settings.statistics))
         model = SourceModel(source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
-        kept = kept_statistics(source, settings, text, len(reading_modules(layers)))
-        return kept or new_statistics(model, layers, settings, text, scratch)
+        saved = saved_statistics(source, settings, text, len(reading_modules(layers)))
+        return saved or new_statistics(model, layers, settings, text, scratch)
 
 
-def kept_statistics(
+def saved_statistics(
     source: Checkpoint, settings: ConvertSettings, text: CalibrationText | None, layers: int
 ) -> Statistics | None:
     """Open and check the statistics of ``settings.statistics``; None where they have yet to be collected."""
@@ -160,11 +91,13 @@ def new_statistics(
     file = scratch / "statistics.safetensors" if settings.statistics is None else settings.statistics
     metadata = {SOURCE: model.source.digest(), **text.describe()}
     if is_pair(model.source.config):
-        pairs = corrupted(text.ids_BT, model.tokenizer())
-        with model.fitting("Calibration"):
-            return collect_pair_statistics(model(), *pairs, file, layers, metadata=metadata, device=model.device)
+        pairs = cut_spans(text.ids_BT, model.tokenizer())
+        with model.reporting_out_of_memory("Calibration"):
+            return collect_encoder_decoder_statistics(
+                model(), *pairs, file, layers, metadata=metadata, device=model.device
+            )
     loaded = model()
-    with model.fitting("Calibration"):
+    with model.reporting_out_of_memory("Calibration"):
         return collect_statistics(
             loaded, text.ids_BT, file, metadata=metadata, readers=reading_modules(layers), device=model.device
         )

@@ -1,15 +1,14 @@
-"""Statistics of an encoder-decoder: text with spans cut out, of which the encoder reads one part and the decoder writes
-the other.
+"""Collect the statistics of an encoder-decoder, on text with spans cut out.
 
-In cross-attention queries are made of the decoder's states, keys and values of the encoder's; the file holds the second
-moments of both. Letters of shapes: N pairs, S tokens of a source, T tokens of a target.
+The encoder reads the text without the spans, and the decoder writes the spans, as T5 was pretrained. In
+cross-attention queries are made of the decoder's states, keys and values of the encoder's. So the file holds the second
+moments of both.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,18 @@ from ...errors import UnsupportedError
 from ...spans import SpanCorruption
 from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import side
-from .statistics import TOKENS, MomentSums, Statistics, writing_statistics
+from .collect import summing_inputs
+from .statistics import TOKENS, Statistics, writing_statistics
 
 
-def corrupted(blocks_NB: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Sources (N, S) and targets (N, T) of blocks of B tokens; no place is padding, since as much is cut out of each.
+def cut_spans(text_BT: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Cut spans out of sequences: what the encoder reads (B, S), and what the decoder writes (B, T).
+
+    There is no padding, because the same number of tokens is cut out of each sequence.
 
     Raises:
         UnsupportedError: the tokenizer has no sentinels, so the model was not trained to fill in spans.
-        UsageError: a block is too short for a span, or needs more sentinels than there are.
+        UsageError: a sequence is too short for a span, or needs more sentinels than there are.
     """
     try:
         corrupt = SpanCorruption.of(tokenizer)
@@ -39,65 +41,53 @@ def corrupted(blocks_NB: Tensor, tokenizer: Any, seed: int = 0) -> tuple[Tensor,
             "(<extra_id_0>, …).",
             "Leave --calibration out: mean, first, random, aligned and folded work without.",
         ) from problem
-    tokens = blocks_NB.shape[1]
-    corrupt.require(tokens)
+    corrupt.require(text_BT.shape[1])
     draw = random.Random(seed)
-    pairs = [corrupt(block, draw) for block in blocks_NB.tolist()]
+    pairs = [corrupt(ids, draw) for ids in text_BT.tolist()]
     return torch.tensor([pair.source for pair in pairs]), torch.tensor([pair.target for pair in pairs])
 
 
-def collect_pair_statistics(
+def collect_encoder_decoder_statistics(
     model: Any,
-    sources_NS: Tensor,
-    targets_NT: Tensor,
+    read_BS: Tensor,
+    written_BT: Tensor,
     file: Path,
-    blocks: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer],
     *,
     metadata: dict[str, str],
     batch_tokens: int = 4096,
     device: torch.device | str = "cpu",
 ) -> Statistics:
-    """One pass of the source over pairs; see :func:`headfold.convert.calibration.collect.collect_statistics`.
+    """Run the source once over text with spans cut out; see :func:`.collect.collect_statistics`.
 
     Args:
-        blocks: the attention blocks whose inputs are looked at.
+        read_BS, written_BT: token ids from :func:`cut_spans`.
+        layers: the attention layers whose inputs are measured.
 
     Raises:
         UnsupportedError: the class runs its attention in an unusual way, so tokens would be missed.
     """
-    crossing = [block.layer for block in blocks if side(block.module) == "cross"]
-    keys = [f"{block.module}.k{block.reads.removeprefix('q')}" for block in blocks]
-    queries = [f"{block.module}.{block.reads}" for block in blocks if block.layer in crossing]
-    read, written = sources_NS.numel(), targets_NT.numel()
-    expected = [written if side(block.module) == "self" else read for block in blocks] + [written] * len(queries)
+    crossing = [layer.layer for layer in layers if side(layer.module) == "cross"]
+    # Hooks on k see the input of keys and values; in cross-attention queries have another, seen by hooks on q.
+    keys = [f"{layer.module}.k{layer.reads.removeprefix('q')}" for layer in layers]
+    queries = [f"{layer.module}.{layer.reads}" for layer in layers if layer.layer in crossing]
+    read, written = read_BS.numel(), written_BT.numel()
+    expected = [written if side(layer.module) == "self" else read for layer in layers] + [written] * len(queries)
     hidden = [model.get_submodule(name).weight.shape[1] for name in keys]
-    pairs_at_once = max(batch_tokens // (sources_NS.shape[1] + targets_NT.shape[1]), 1)
+    batch = max(batch_tokens // (read_BS.shape[1] + written_BT.shape[1]), 1)
     details = {**metadata, TOKENS: str(read + written)}
-    with (
-        writing_statistics(file, hidden, details, crossing=crossing) as sums,
-        ExitStack() as stack,
-        torch.inference_mode(),
-    ):
-        stack.callback(model.train, model.training)
-        model.eval()
-        for place, name in enumerate((*keys, *queries)):
-            projection = model.get_submodule(name)
-            stack.callback(projection.register_forward_pre_hook(_adding(sums, place)).remove)
-        advance = stack.enter_context(console.progress("calibration", len(sources_NS)))
-        for ids, labels in zip(sources_NS.split(pairs_at_once), targets_NT.split(pairs_at_once), strict=True):
-            shifted = model.prepare_decoder_input_ids_from_labels(labels.to(device))
-            model(input_ids=ids.to(device), decoder_input_ids=shifted, use_cache=False)
-            advance(len(ids))
+    with writing_statistics(file, hidden, details, crossing=crossing) as sums:
+        with (
+            summing_inputs(model, [*keys, *queries], sums),
+            console.progress("calibration", len(read_BS)) as advance,
+        ):
+            for ids_BS, labels_BT in zip(read_BS.split(batch), written_BT.split(batch), strict=True):
+                shifted_BT = model.prepare_decoder_input_ids_from_labels(labels_BT.to(device))
+                model(input_ids=ids_BS.to(device), decoder_input_ids=shifted_BT, use_cache=False)
+                advance(len(ids_BS))
         if sums.counts != expected:
             raise UnsupportedError(
                 f"{type(model).__name__} does not send every token through its attention exactly once.",
                 "Use --method mean, which needs no calibration.",
             )
     return Statistics.open(file)
-
-
-def _adding(sums: MomentSums, place: int) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sums.add(place, inputs[0].flatten(0, -2))
-
-    return hook

@@ -1,4 +1,4 @@
-"""Say in a sentence what did not fit into memory, instead of a traceback of the allocator."""
+"""Report in a sentence what did not fit into memory, instead of a traceback of the allocator."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from ...errors import HeadfoldError
 
 _OF_THE_CPU = "DefaultCPUAllocator"
-"""torch has no exception of its own for main memory; its allocator's messages begin so."""
+"""Start of messages of torch's allocator for main memory, for which torch has no exception of its own."""
 
 
 @contextmanager
-def fitting(device: torch.device | str, doing: str, needs: Callable[[], str]) -> Iterator[None]:
+def reporting_out_of_memory(device: torch.device | str, doing: str, needs: Callable[[], str]) -> Iterator[None]:
     """Turn "out of memory" inside the block into an error that a user can act on.
 
     Args:
-        doing: what is done there, such as ``Refinement``.
-        needs: what is held meanwhile, a sentence without its full stop; asked for only when memory ran out.
+        doing: name of the step, such as ``Refinement``.
+        needs: returns a sentence, without its full stop, about the memory that the step takes; called only when memory
+            ran out.
 
     Raises:
         HeadfoldError: instead of the allocator's error.

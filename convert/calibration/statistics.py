@@ -19,7 +19,7 @@ from ...working_folder import writing_whole
 
 _KIND, _KIND_VALUE = "kind", "headfold statistics 1"
 SOURCE, TOKENS = "source_digest", "tokens"
-"""Keys of the metadata: which checkpoint the statistics are of, and from how many tokens."""
+"""Keys of the metadata: the digest of the source, and the number of tokens that the means are over."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Statistics:
     """E[x xᵀ] at the attention's input of every layer, x extended by a constant 1 as last index.
 
     Attributes:
-        layers: how many layers it holds.
-        metadata: which source, which text, how many tokens; see ``SOURCE`` and ``TOKENS``.
+        layers: number of layers in the file.
+        metadata: the source, the text and the number of tokens; see ``SOURCE`` and ``TOKENS``.
     """
 
     file: Path
@@ -37,11 +37,11 @@ class Statistics:
 
     @classmethod
     def open(cls, file: Path) -> Statistics:
-        """Look at a statistics file; no matrix is read.
+        """Open a statistics file; no matrix is read.
 
         Raises:
             UsageError: there is no such file.
-            CheckpointError: it is damaged, or holds something else.
+            CheckpointError: the file is damaged, or holds something else.
         """
         if not file.is_file():
             raise UsageError(f"There is no statistics file {file}.", "Check the path given to --statistics.")
@@ -49,24 +49,26 @@ class Statistics:
             with safe_open(file, framework="pt") as tensors:
                 metadata, names = dict(tensors.metadata() or {}), list(tensors.keys())
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{file} is no statistics file: {problem}.", "Collect it again.") from problem
+            raise CheckpointError(
+                f"{file} is not a valid statistics file: {problem}.", "Collect it again."
+            ) from problem
         if metadata.pop(_KIND, None) != _KIND_VALUE:
             raise CheckpointError(f"{file} holds no calibration statistics.", "Give the file that calibration wrote.")
         return cls(file, sum(name.endswith(_ENDING) for name in names), metadata)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the means are over."""
+        """Number of tokens that the means are over."""
         return int(self.metadata[TOKENS])
 
     def second_moment(self, layer: int) -> Tensor:
-        """(C+1)×(C+1), float64; of cross-attention (2, C+1, C+1): what keys and values, and what queries are made of.
+        """Read E[x xᵀ] of one layer, (C+1)×(C+1) float64.
 
-        Reads this layer only.
+        In cross-attention (2, C+1, C+1): the input of keys and values, then the input of queries.
         """
         with safe_open(self.file, framework="pt") as tensors:
             moment_EE: Tensor = tensors.get_tensor(_name(layer))
-            if _query_name(layer) in tensors.keys():  # noqa: SIM118 - no mapping
+            if _query_name(layer) in tensors.keys():  # noqa: SIM118 - tensors is not a mapping
                 moment_EE = torch.stack([moment_EE, tensors.get_tensor(_query_name(layer))])
         return moment_EE
 
@@ -75,7 +77,7 @@ class Statistics:
 
         Args:
             digest: of the checkpoint about to be converted.
-            layers: how many attention blocks it has.
+            layers: number of its attention layers.
 
         Raises:
             UsageError: they were collected from another checkpoint.
@@ -88,10 +90,10 @@ class Statistics:
 
 
 class MomentSums:
-    """The second moments of a file in the making, as sums that grow in place.
+    """Sums of x xᵀ that grow in place, in the file that becomes the statistics.
 
-    They lie in the file from the start, because for a large model they are larger than a layer of it; a matrix is
-    mapped only while it is added to, so the resident memory is that of one.
+    They lie in the file from the start, because all of them together are larger than a layer of a large model. A matrix
+    is mapped only while it is added to, so one of them is in memory at a time.
     """
 
     def __init__(self, file: Path, widths: Sequence[int], offset: int) -> None:
@@ -99,7 +101,7 @@ class MomentSums:
         self.counts = [0] * len(widths)
 
     def add(self, layer: int, x_NC: Tensor) -> None:
-        """Add x xᵀ of N tokens: the product in float32, the sum in float64."""
+        """Add x xᵀ of N tokens: each product in float32 for speed, the sum in float64 for many tokens."""
         x_NC = x_NC.float()
         hidden = x_NC.shape[1]
         sum_EE = self._map(layer)
@@ -126,11 +128,11 @@ class MomentSums:
 def writing_statistics(
     file: Path, hidden: Sequence[int], metadata: dict[str, str], *, crossing: Sequence[int] = ()
 ) -> Iterator[MomentSums]:
-    """Give sums to add to; when the block ends well, ``file`` appears with their means.
+    """Yield sums to add to; where the block ends without an error, ``file`` appears with their means.
 
     Args:
         hidden: width C of the attention's input, layer by layer.
-        crossing: layers whose queries are made of something else than keys and values; sums for these inputs follow
+        crossing: layers of cross-attention, whose queries have an input of their own; sums for these inputs follow
             those of all layers.
     """
     widths = [width + 1 for width in (*hidden, *(hidden[layer] for layer in crossing))]

@@ -70,7 +70,7 @@ def merge_full_width(
     w_h∘W_h, the key up to its size. The result is written as u∘A, with u the root mean square of the members' weights,
     so that equal heads give back exactly their own W and w. The new norm's weights are c·u with
     c = √(E|A x|² / E|W x|²) per row, which makes 1/r(x) right on average. (Pooling W and w alone would make keys of
-    unrelated heads about √(K/G) too large.) Derivation: docs/methods.md.
+    unrelated heads about √(K/G) too large.)
 
     Args:
         pool: (K, R, …) → (G, R, …).

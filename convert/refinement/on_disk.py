@@ -1,4 +1,4 @@
-"""Refine a converted checkpoint on disk: load it beside its source, fit, and write the fitted tensors back."""
+"""Refine a converted checkpoint on disk: load it beside its source, fit it, and write the fitted tensors back."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from ...checkpoint.header import TensorInfo, torch_dtype
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from ...libraries.transformers_internals import memory_names
-from ..calibration.collect import load_for_calibration, reading_modules
+from ..calibration.collect import reading_modules
+from ..calibration.offload import load_or_offload
 from ..family.attention_layer import AttentionLayer
 from .fit import RefineSettings
 from .layer_runner import decoder_layers, layer_index
-from .refine import projections, refine_layers, whole_batches
-from .resume import LayerFit, RefineWork
+from .refine import drop_incomplete_batch, projections, refine_layers
+from .resume import LayerFit, RefinementFolder
 
-_GLANCE = 8
-"""Tokens of two blocks that show how a model's layers are called."""
+_PROBE_TOKENS = 8
+"""Tokens of each of two sequences that show how a model calls its layers."""
 
 
 def refine_folder(
     source: Path,
     folder: Path,
-    blocks: Sequence[AttentionLayer],
-    text_NT: Tensor,
+    layers: Sequence[AttentionLayer],
+    text_BT: Tensor,
     settings: RefineSettings,
     *,
     work: Path | None = None,
@@ -41,51 +42,51 @@ def refine_folder(
 ) -> list[LayerFit]:
     """Fit the attention of the checkpoint in ``folder`` to ``source``, in place.
 
-    Both models stay on disk where they do not fit into memory together; then one layer of one of them is in memory.
+    Where both models do not fit into memory together, both stay on disk and one layer of one of them is in memory.
 
     Args:
         source: the checkpoint that ``folder`` was converted from.
-        folder: the converted checkpoint, not yet published: it is changed when all layers are fitted.
-        blocks: its attention blocks.
-        text_NT: calibration text as token ids, see :func:`headfold.convert.calibration.collect.token_blocks`.
-        work: a folder in which a killed refinement is found again; it stays there. None: a temporary one.
-        conversion: how ``folder`` was made, by names that a user knows; a part of the identity of the work.
+        folder: the converted checkpoint, not yet published; it is changed when all layers are fitted.
+        layers: its attention layers.
+        text_BT: calibration text as token ids, see :func:`headfold.convert.calibration.text.token_blocks`.
+        work: a folder that stays, from which a killed refinement continues; None: a temporary one.
+        conversion: how ``folder`` was made, by the names of the options; part of the identity of the work.
 
     Raises:
         DataError: too little text.
-        UnsupportedError: the model's layers are no plain chain, or its projections are not separate tensors.
+        UnsupportedError: the model's layers are not a plain chain, or its projections are stored in another form.
         UsageError: ``work`` holds another refinement.
-        CheckpointError: one of the two cannot be loaded.
+        CheckpointError: one of the two checkpoints cannot be loaded.
     """
-    places = Checkpoint.open(folder)
-    original = Checkpoint.open(source)
+    converted, original = Checkpoint.open(folder), Checkpoint.open(source)
     with tempfile.TemporaryDirectory(prefix="headfold-") as name:
         scratch = Path(name)
-        identity = identity_of(original, text_NT, settings, conversion or {})
-        progress = RefineWork(work or scratch / "work", {**identity, "result of the method": places.digest()})
+        identity = identity_of(original, text_BT, settings, conversion or {})
+        progress = RefinementFolder(work or scratch / "work", {**identity, "result of the method": converted.digest()})
         models: list[Any] = []
-        for side, checkpoint in (("source", original), ("converted", places)):
+        for side, checkpoint in (("source", original), ("converted", converted)):
             (scratch / side).mkdir()
-            size = original.weight_bytes + places.weight_bytes
-            model = load_for_calibration(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
+            size = original.weight_bytes + converted.weight_bytes
+            model = load_or_offload(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
             models.append(model.eval())
-        readers = reading_modules(blocks)
-        targets = {reader: _places(models[1], reader, places) for reader in readers}
-        fits = refine_layers(models[0], models[1], text_NT, settings, progress, readers=readers, device=device)
-        for reader, names in targets.items():
+        readers = reading_modules(layers)
+        # Before the fit, so that a model whose tensors cannot be written back is refused before hours of work.
+        places = {reader: _places_on_disk(models[1], reader, converted) for reader in readers}
+        fits = refine_layers(models[0], models[1], text_BT, settings, progress, readers=readers, device=device)
+        for reader, names in places.items():
             for name, tensor in progress.fitted(layer_index(reader)).items():
                 _overwrite(names[name], tensor)
     return fits
 
 
 def identity_of(
-    source: Checkpoint, text_NT: Tensor, settings: RefineSettings, conversion: Mapping[str, Any]
+    source: Checkpoint, text_BT: Tensor, settings: RefineSettings, conversion: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What determines the result of a refinement, by the names that a user knows."""
+    """Describe everything that the result of a refinement depends on, by the names of the options."""
     return {
         "source": source.digest(),
         **conversion,
-        "calibration text": hashlib.sha256(text_NT.numpy().tobytes()).hexdigest(),
+        "calibration text": hashlib.sha256(text_BT.numpy().tobytes()).hexdigest(),
         **{name.replace("_", " "): value for name, value in asdict(settings).items()},
     }
 
@@ -93,39 +94,39 @@ def identity_of(
 def require_refinable(
     load: Callable[[], Any],
     source: Checkpoint,
-    blocks: Sequence[AttentionLayer],
-    text_NT: Tensor,
+    layers: Sequence[AttentionLayer],
+    text_BT: Tensor,
     settings: RefineSettings,
-    work: RefineWork,
+    work: RefinementFolder,
     *,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Refuse what refinement would refuse after the conversion, by a look at the source and at a few of its states.
+    """Raise before the conversion what refinement would raise after it; the source runs once, on a few tokens.
 
     Args:
-        load: gives the source as a model, on ``device``; it runs once, on a few tokens.
-        work: where the refinement will keep its work.
+        load: gives the source as a model on ``device``.
+        work: where the state of the refinement will be.
 
     Raises:
         DataError: too little text.
-        UnsupportedError: the layers are no plain chain, or the projections are not separate tensors.
+        UnsupportedError: the layers are not a plain chain, or the projections are stored in another form.
         UsageError: ``work`` holds something else.
-        HeadfoldError: there is too little room for the states between layers.
+        HeadfoldError: there is too little room on disk for the states between layers.
     """
-    text_NT, _ = whole_batches(text_NT, settings)
-    model, readers = load(), reading_modules(blocks)
+    text_BT, _ = drop_incomplete_batch(text_BT, settings)
+    model, readers = load(), reading_modules(layers)
     for reader in readers:
-        _places(model, reader, source)
-    first = decoder_layers(model, readers, text_NT[:2, :_GLANCE].to(device))[0]
-    count, length = text_NT.shape
+        _places_on_disk(model, reader, source)
+    first = decoder_layers(model, readers, text_BT[:2, :_PROBE_TOKENS].to(device))[0]
+    count, length = text_BT.shape
     work.require_place(count, length, first.hidden)
 
 
-def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """Where the projections of one attention module lie on disk, by their names in the module.
+def _places_on_disk(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Find the projections of one attention module on disk, by their names in the module.
 
     Raises:
-        UnsupportedError: they lie there in another form than in memory.
+        UnsupportedError: the files hold them in another form than the model class.
     """
     module, _, reads = reader.rpartition(".")
     disk_names = {memory: disk for disk, memory in memory_names(model, list(checkpoint.tensors)).items()}
@@ -142,7 +143,7 @@ def _places(model: Any, reader: str, checkpoint: Checkpoint) -> dict[str, Tensor
 
 
 def _overwrite(place: TensorInfo, tensor: Tensor) -> None:
-    """Put a tensor where one of the same name and shape lies, in the dtype that it is stored in."""
+    """Overwrite a tensor in its file with another of the same shape, in the dtype on disk."""
     stored = tensor.to(torch_dtype(place.dtype)).contiguous()
     with place.file.open("r+b") as stream:
         stream.seek(place.begin)

@@ -1,8 +1,7 @@
-"""Refinement: fit each converted attention block to the source on calibration text, layer after layer.
+"""Refine the layers of a model: fit each converted attention layer to the source, one layer after the other.
 
-The inputs of a layer come from the layers that are converted and refined already, and the target is the source's
-residual stream after the block, so each layer also repairs what the ones before it left wrong.
-Letters of shapes: N blocks of text, B blocks at once, T tokens of a block, C hidden size.
+The inputs of a layer come from the layers that are converted and refined already. Its target is the source's residual
+stream after the attention. So each layer also repairs what the ones before it left wrong.
 """
 
 from __future__ import annotations
@@ -19,72 +18,73 @@ from ... import console
 from ...console import Advance, human_bytes
 from ...errors import DataError, UnsupportedError
 from ..calibration.collect import input_projections
-from ..calibration.out_of_memory import fitting
+from ..calibration.out_of_memory import reporting_out_of_memory
 from ..family.exactness import OUTPUTS
-from .fit import RefineSettings, Task, fit, learning_only
-from .layer_runner import DecoderLayer, decoder_layers, first_inputs, first_tensor, held, mapped
-from .resume import LayerFit, RefineWork
+from .fit import LayerRegression, RefineSettings, fit_projections, gradients_only_for
+from .layer_runner import DecoderLayer, decoder_layers, first_inputs, first_tensor, float32_on, write_outputs
+from .resume import LayerFit, RefinementFolder
 
 
 def refine_layers(
     source: Any,
     converted: Any,
-    blocks_NT: Tensor,
+    text_BT: Tensor,
     settings: RefineSettings,
-    work: RefineWork,
+    work: RefinementFolder,
     *,
     readers: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerFit]:
     """Fit q, k, v and o of every layer of ``converted``.
 
-    One layer of one model is on ``device`` in float32 at a time; the two models' states rest in files. Fitted tensors
-    go to ``work``, rounded to the dtype in which they are stored; a model in memory holds them as well.
+    One layer of one model is on ``device`` in float32 at a time. The hidden states of both models are in files. Fitted
+    tensors go to ``work``, rounded to the dtype in which they are stored; a model in memory holds them as well.
 
     Args:
-        source: the model to follow; it is not changed. Its weights may rest on disk.
-        converted: the same model with fewer KV heads, in any state of repair. Its weights may rest on disk.
-        blocks_NT: calibration text as token ids, without padding. Blocks should be as long as what the model will
-            read: attention over longer distances is not fitted.
-        work: where it goes on, after the layers that are finished.
-        readers: the modules whose input is the attention's, in layer order; default: the q projections that stand
-            beside k and v projections.
+        source: the model to fit to; it is not changed. Its weights may be on disk.
+        converted: the same model with fewer KV heads, converted by any method. Its weights may be on disk.
+        text_BT: calibration text as token ids, without padding. Sequences should be as long as the model will read,
+            because attention over longer distances is not fitted.
+        work: the state of the refinement; it continues after the layers that are finished there.
+        readers: the modules that read the attention's input, in layer order; default: the q projections beside k and v
+            projections.
 
     Returns:
-        What was done to each layer with attention, the layers of earlier calls included.
+        The fit of each layer with attention, layers of earlier calls included.
 
     Raises:
         DataError: too little text.
-        UnsupportedError: the model's layers are no plain chain.
+        UnsupportedError: the model's layers are not a plain chain.
     """
     names = list(readers) if readers is not None else input_projections(converted)
-    blocks_NT, batch = whole_batches(blocks_NT, settings)
-    originals, layers = (decoder_layers(model, names, blocks_NT[:batch]) for model in (source, converted))
-    walk = _Walk(work, settings, batch, torch.device(device), (*blocks_NT.shape, layers[0].hidden))
+    text_BT, batch = drop_incomplete_batch(text_BT, settings)
+    originals, layers = (decoder_layers(model, names, text_BT[:batch]) for model in (source, converted))
+    refiner = _LayerRefiner(work, settings, batch, torch.device(device), (*text_BT.shape, layers[0].hidden))
     last = max(index for index, layer in enumerate(layers) if layer.reader)
     if work.layer is None:
-        work.start(*walk.shape)
-        first_inputs(source, originals[0], blocks_NT, batch, walk.states("source", 0))
-        first_inputs(converted, layers[0], blocks_NT, batch, walk.states("converted", 0))
+        work.start(*refiner.shape)
+        first_inputs(source, originals[0], text_BT, batch, refiner.states("source", 0))
+        first_inputs(converted, layers[0], text_BT, batch, refiner.states("converted", 0))
         work.finish(-1)
     elif work.fits:
         console.info(f"{len(work.fits)} of {len(names)} layers are refined already.")
     with (
         console.progress("refinement", len(names) * settings.steps) as advance,
-        fitting(device, "Refinement", lambda: _needs(layers, batch * blocks_NT.shape[1])),
+        reporting_out_of_memory(device, "Refinement", lambda: _memory_of_a_layer(layers, batch * text_BT.shape[1])),
     ):
         advance(len(work.fits) * settings.steps)
         for index in range(work.layer or 0, last + 1):
-            walk.step(index, originals[index], layers[index], advance, last=index == last)
+            refiner.refine(index, originals[index], layers[index], advance, last=index == last)
     return work.fits
 
 
-def _needs(layers: Sequence[DecoderLayer], tokens: int) -> str:
-    """What the largest layer holds: weights in float32; of those that are fitted also gradient, moments and copy."""
+def _memory_of_a_layer(layers: Sequence[DecoderLayer], tokens: int) -> str:
+    """Say how much memory the largest layer takes."""
     sizes = []
     for layer in layers:
         fitted = projections(layer.attention_module, layer.reads).values() if layer.reader else ()
         weights = sum(weight.numel() for weight in layer.module.parameters())
+        # float32 weights; for fitted ones also the gradient, AdamW's two moments and a copy to go back to
         sizes.append(4 * weights + 16 * sum(weight.numel() for weight in fitted))
     return (
         f"a layer takes {human_bytes(max(sizes))} in float32 with the optimizer's state, besides the states of a step "
@@ -92,131 +92,143 @@ def _needs(layers: Sequence[DecoderLayer], tokens: int) -> str:
     )
 
 
-def whole_batches(blocks_NT: Tensor, settings: RefineSettings) -> tuple[Tensor, int]:
-    """The text without the blocks of an incomplete batch (masks and positions are recorded for a full one).
+def drop_incomplete_batch(text_BT: Tensor, settings: RefineSettings) -> tuple[Tensor, int]:
+    """Drop the sequences of an incomplete batch, because masks and positions are recorded for a full one.
 
     Returns:
-        The text, and how many blocks a step sees.
+        The text, and the number of sequences of one step.
 
     Raises:
-        DataError: it does not fill two steps.
+        DataError: the text does not fill two steps.
     """
-    batch = max(settings.batch_tokens // blocks_NT.shape[1], 2)
-    whole = len(blocks_NT) // batch * batch
+    # At least two: equal rows of an argument show that it does not depend on the text.
+    batch = max(settings.batch_tokens // text_BT.shape[1], 2)
+    whole = len(text_BT) // batch * batch
     if whole < 2 * batch:
         raise DataError(
-            f"Refinement got {blocks_NT.numel()} tokens of text, fewer than two steps of {batch * blocks_NT.shape[1]}.",
+            f"Refinement got {text_BT.numel()} tokens of text, fewer than two steps of {batch * text_BT.shape[1]}.",
             "Give it more calibration text, or --refine 0.",
         )
-    return blocks_NT[:whole], batch
+    return text_BT[:whole], batch
 
 
-class _Walk:
-    """Goes from layer to layer; the states before each are in ``work``."""
+class _LayerRefiner:
+    """Refines layer after layer; the hidden states before each are in ``work``."""
 
     def __init__(
-        self, work: RefineWork, settings: RefineSettings, batch: int, device: torch.device, shape: tuple[int, int, int]
+        self,
+        work: RefinementFolder,
+        settings: RefineSettings,
+        batch: int,
+        device: torch.device,
+        shape: tuple[int, int, int],
     ) -> None:
         self.work, self.settings, self.batch, self.device, self.shape = work, settings, batch, device, shape
 
     def states(self, kind: str, layer: int) -> Tensor:
         return self.work.states(kind, layer, self.shape)
 
-    def step(self, index: int, original: DecoderLayer, layer: DecoderLayer, advance: Advance, *, last: bool) -> None:
-        """Bring both models' states past one layer, and fit the converted one where it has attention.
+    def refine(self, index: int, original: DecoderLayer, layer: DecoderLayer, advance: Advance, *, last: bool) -> None:
+        """Fit one layer where it has attention, and run both models' states through it.
 
         Args:
-            last: nobody reads the states after it.
+            last: no later layer needs the states after it.
         """
-        with held(original, self.device) as (here, _):
-            target = self._follow(index, here)
+        with float32_on(self.device, original) as (here, _):
+            targets = self._run_source(index, here)
         found, tensors = None, dict[str, Tensor]()
-        with held(layer, self.device) as (here, stored):
-            if target is not None:
-                task = target.task(here, self.states("converted", index), self.batch, self.device)
+        with float32_on(self.device, layer) as (here, stored):
+            if targets is not None:
+                problem = targets.regression(here, self.states("converted", index), self.batch, self.device)
                 parameters = projections(here.attention_module, here.reads)
-                with learning_only(here.module, list(parameters.values())):
-                    found = LayerFit(index, *fit(list(parameters.values()), task, self.settings, advance))
+                with gradients_only_for(list(parameters.values()), here.module):
+                    found = LayerFit(
+                        index, *fit_projections(list(parameters.values()), problem, self.settings, advance)
+                    )
                 for name, parameter in parameters.items():
                     tensors[name] = parameter.detach().to(stored[parameter])
-                    parameter.data = tensors[name].float()  # the next layer sees what will be stored
+                    # The states of the next layer must come from the weights as stored, rounding included.
+                    parameter.data = tensors[name].float()
             if not last:
-                h_NTC, after_NTC = (self.states("converted", place) for place in (index, index + 1))
-                mapped(here, h_NTC, after_NTC, self.batch, self.device)
+                before_BTC, after_BTC = (self.states("converted", place) for place in (index, index + 1))
+                write_outputs(here, before_BTC, after_BTC, self.batch, self.device)
         self.work.finish(index, found, tensors)
 
     @torch.no_grad()
-    def _follow(self, index: int, original: DecoderLayer) -> LayerTarget | None:
-        """Run one layer of the source; what its attention block is wanted to give, or None where it has none."""
-        wanted_NTC, after_NTC = self.states("source", index), self.states("source", index + 1)
+    def _run_source(self, index: int, original: DecoderLayer) -> SourceTargets | None:
+        """Run one layer of the source, and compute the targets for the converted one; None without attention."""
+        source_BTC, after_BTC = self.states("source", index), self.states("source", index + 1)
         if original.reader is None:
-            mapped(original, wanted_NTC, after_NTC, self.batch, self.device)
+            write_outputs(original, source_BTC, after_BTC, self.batch, self.device)
             return None
-        h_NTC, targets_NTC = self.states("converted", index), self.states("target", index)
-        plain = _adds(original, wanted_NTC[: self.batch].to(self.device))
+        files = source_BTC, after_BTC, self.states("converted", index), self.states("target", index)
+        residual = _adds_to_stream(original, source_BTC[: self.batch].to(self.device))
         weights, variances = [], []
-        for wanted_BTC, after_BTC, h_BTC, targets_BTC in zip(
-            *(states.split(self.batch) for states in (wanted_NTC, after_NTC, h_NTC, targets_NTC)), strict=True
+        for source_part, after_part, converted_part, targets_part in zip(
+            *(states.split(self.batch) for states in files), strict=True
         ):
-            given_BTC = wanted_BTC.to(self.device)
-            added_BTC, result_BTC = _run(original, given_BTC)
-            after_BTC.copy_(result_BTC)
-            stream_BTC = given_BTC + added_BTC if plain else result_BTC
+            given_BTC = source_part.to(self.device)
+            attended_BTC, result_BTC = _run_both(original, given_BTC)
+            after_part.copy_(result_BTC)
+            stream_BTC = given_BTC + attended_BTC if residual else result_BTC
             weights_BT = 1 / _mean_square(stream_BTC).clamp_min(torch.finfo(torch.float32).tiny)
             variances.append((_mean_square(stream_BTC - given_BTC) * weights_BT).mean().item())
             weights.append(weights_BT.cpu())
-            targets_BTC.copy_(stream_BTC - h_BTC.to(self.device) if plain else stream_BTC)
-        return LayerTarget(targets_NTC, torch.cat(weights), sum(variances) / len(variances), plain)
+            # The attention is to lead from the converted model's stream to the source's, not to repeat its own output.
+            targets_part.copy_(stream_BTC - converted_part.to(self.device) if residual else stream_BTC)
+        return SourceTargets(files[3], torch.cat(weights), sum(variances) / len(variances), residual)
 
 
 @dataclass(frozen=True)
-class LayerTarget:
-    """What the source does in one layer, for the converted layer to be fitted to.
+class SourceTargets:
+    """Targets from one layer of the source.
 
     Attributes:
-        weights_NT, variance: see :class:`headfold.convert.refinement.fit.Task`.
-        plain: the stream after the attention block is its input plus the block's output, and the targets are outputs
-            that lead to the source's stream. Otherwise (parallel blocks, norms after the block) they are the layer's.
+        weights_BT, variance: see :class:`.fit.LayerRegression`.
+        residual: the stream after the attention is its input plus the attention's output, and the targets are outputs
+            of the attention that lead to the source's stream. In other layers (attention and MLP in parallel, a norm
+            after the attention) the targets are outputs of the whole layer.
     """
 
-    targets_NTC: Tensor
-    weights_NT: Tensor
+    targets_BTC: Tensor
+    weights_BT: Tensor
     variance: float
-    plain: bool
+    residual: bool
 
-    def task(self, layer: DecoderLayer, h_NTC: Tensor, batch: int, device: torch.device) -> Task:
-        call = layer.attended if self.plain else layer
-        return Task(call, h_NTC, self.targets_NTC, self.weights_NT, self.variance, batch, device)
+    def regression(self, layer: DecoderLayer, inputs_BTC: Tensor, batch: int, device: torch.device) -> LayerRegression:
+        call = layer.attended if self.residual else layer
+        return LayerRegression(call, inputs_BTC, self.targets_BTC, self.weights_BT, self.variance, batch, device)
 
 
-def _adds(original: DecoderLayer, wanted_BTC: Tensor) -> bool:
-    """Whether a module of the layer reads its input plus what the attention block puts out."""
+def _adds_to_stream(original: DecoderLayer, states_BTC: Tensor) -> bool:
+    """Whether a later module of the layer reads the layer's input plus the attention's output."""
     read: list[Tensor] = []
 
-    def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor):
             read.append(arguments[0])
 
-    with ExitStack() as probes:
+    with ExitStack() as hooks:
         for child in original.module.children():
-            probes.callback(child.register_forward_pre_hook(keep).remove)
-        added_BTC, _ = _run(original, wanted_BTC)
-    return any(torch.equal(candidate, wanted_BTC + added_BTC) for candidate in read)
+            hooks.callback(child.register_forward_pre_hook(record).remove)
+        attended_BTC, _ = _run_both(original, states_BTC)
+    # Bit-equal, since the layer computes the very same sum.
+    return any(torch.equal(candidate, states_BTC + attended_BTC) for candidate in read)
 
 
-def _run(original: DecoderLayer, wanted_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """(what the attention block puts out, what the layer puts out)."""
-    added: list[Tensor] = []
+def _run_both(original: DecoderLayer, states_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a layer: (output of its attention, output of the layer)."""
+    attended: list[Tensor] = []
 
-    def keep(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        added.append(first_tensor(output))
+    def record(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        attended.append(first_tensor(output))
 
-    handle = original.attention_module.register_forward_hook(keep)
+    handle = original.attention_module.register_forward_hook(record)
     try:
-        after_BTC = original(wanted_BTC)
+        after_BTC = original(states_BTC)
     finally:
         handle.remove()
-    return added[0], after_BTC
+    return attended[0], after_BTC
 
 
 def _mean_square(x_BTC: Tensor) -> Tensor:
@@ -225,10 +237,12 @@ def _mean_square(x_BTC: Tensor) -> Tensor:
 
 
 def projections(attention: nn.Module, reads: str) -> dict[str, nn.Parameter]:
-    """The weights and biases of q, k and v, and the weight of the output projection (its bias is nobody's head).
+    """Find the weights and biases of q, k and v, and the weight of the output projection.
+
+    The output projection's bias belongs to no head, so it is not fitted.
 
     Args:
-        reads: the projection of the queries, or the one that holds k and v as well.
+        reads: name of the query projection, or of the fused one that holds k and v as well.
 
     Returns:
         Parameters by their names inside the attention module.

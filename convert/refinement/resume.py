@@ -1,7 +1,4 @@
-"""A refinement in progress, on disk: a killed one continues after the last layer that it finished.
-
-Letters of shapes: N blocks of text, T tokens of a block, C hidden size.
-"""
+"""A refinement in progress, on disk: a killed one continues after the last layer that it finished."""
 
 from __future__ import annotations
 
@@ -20,30 +17,30 @@ from ...working_folder import WorkingFolder, changes, flush, read_json, write_js
 
 _PROGRESS = "progress.json"
 _STATES_AT_ONCE = 5
-"""Source and converted model before and after a layer, and the layer's targets."""
+"""States of the source and of the converted model before and after a layer, and the layer's targets."""
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What refinement did to one layer: mean squared error of the target on held-out text, per unit of its variance."""
+    """The fit of one layer: mean squared error to the target on held-out text, per unit of its variance."""
 
     layer: int
     error_before: float
     error_after: float
 
 
-class RefineWork:
+class RefinementFolder:
     """The folder of one refinement: its identity, the fitted layers, and the states before the next layer.
 
-    States are (N, T, C) float32 files that are mapped, so that text may be larger than memory.
+    States are (B, T, C) float32 files that are mapped, so that the text may be larger than memory.
 
     Args:
-        folder: made when the first states are written; ``RefineWork.beside`` names it for an output.
-        identity: what determines the result, or the part of it that is known so far.
+        folder: created with the first states; ``RefinementFolder.beside`` names it for an output.
+        identity: everything that the result depends on, or the part of it that is known so far.
 
     Attributes:
-        layer: the next layer to fit; None when nothing is there yet.
-        fits: of the layers before it.
+        layer: the next layer to fit; None where nothing is there yet.
+        fits: the fits of the layers before it.
 
     Raises:
         UsageError: the folder holds a refinement of another identity.
@@ -59,7 +56,7 @@ class RefineWork:
 
     @staticmethod
     def beside(out: Path) -> Path:
-        """Where the work on ``out`` lies until ``out`` is published."""
+        """Name the folder of the refinement of ``out``; it is there until ``out`` is published."""
         return out.parent / f"{out.name}.refinement"
 
     def _resume(self) -> None:
@@ -78,11 +75,11 @@ class RefineWork:
         if changed:
             raise UsageError(
                 f"{self.folder} holds an unfinished refinement with another {' and '.join(changed)}.",
-                "Give what you gave then to continue it, or remove the folder to start anew.",
+                "Repeat the earlier settings to continue it, or remove the folder to start anew.",
             )
 
-    def require_place(self, blocks: int, tokens: int, hidden: int) -> None:
-        """Refuse, before anything is computed, where the work could not be started or gone on with.
+    def require_place(self, sequences: int, tokens: int, hidden: int) -> None:
+        """Raise before anything is computed where the refinement could not be started or continued.
 
         Raises:
             UsageError: a folder of that name holds something else.
@@ -94,50 +91,52 @@ class RefineWork:
                 "Move it away, or choose another output path.",
             )
         if self.layer is None:
-            require_space(self.folder, 4 * blocks * tokens * hidden * _STATES_AT_ONCE)
+            require_space(self.folder, 4 * sequences * tokens * hidden * _STATES_AT_ONCE)
 
-    def start(self, blocks: int, tokens: int, hidden: int) -> None:
-        """Make the folder; the errors are those of :meth:`require_place`."""
-        self.require_place(blocks, tokens, hidden)
+    def start(self, sequences: int, tokens: int, hidden: int) -> None:
+        """Create the folder; raises the errors of :meth:`require_place`."""
+        self.require_place(sequences, tokens, hidden)
         self._work.begin()
 
     def states(self, kind: str, layer: int, shape: tuple[int, int, int]) -> Tensor:
-        """The mapped file of (N, T, C) states before ``layer``, made when it is not there."""
+        """Map the file of (B, T, C) states before ``layer``; it is created where it is missing."""
         file = self.folder / f"{kind}-{layer:04d}"
         count = shape[0] * shape[1] * shape[2]
         if not file.exists() and hasattr(os, "posix_fallocate"):
-            with file.open("wb") as stream:  # a full disk is an error here, and a crash once the file is mapped
+            # A full disk raises an error here. Once the file is mapped, it would kill the process with SIGBUS.
+            with file.open("wb") as stream:
                 os.posix_fallocate(stream.fileno(), 0, 4 * count)
         return torch.from_file(str(file), shared=True, size=count).view(shape)
 
     def finish(self, layer: int, fit: LayerFit | None = None, tensors: dict[str, Tensor] | None = None) -> None:
-        """Say that ``layer`` is done, and forget the states before it.
+        """Record that ``layer`` is finished, and remove the states before it.
 
         Args:
-            layer: the states before ``layer + 1`` stand already.
+            layer: the states before ``layer + 1`` are written already.
             fit: None for a layer without attention.
-            tensors: what was fitted, by name in the attention module.
+            tensors: the fitted tensors, by name in the attention module.
         """
         if fit is not None and tensors is not None:
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, self._file(layer))
             self.fits.append(fit)
-        kept = set(self.folder.glob(f"*-{layer + 1:04d}"))
-        for file in (*kept, *self.folder.glob(self._file(layer).name)):
+        next_states = set(self.folder.glob(f"*-{layer + 1:04d}"))
+        # Everything that the progress file promises must be on the disk before it is.
+        for file in (*next_states, *self.folder.glob(self._file(layer).name)):
             flush(file)
         write_json(self.folder / _PROGRESS, {"layer": layer + 1, "fits": [asdict(fit) for fit in self.fits]})
         self.layer = layer + 1
-        for file in set(self.folder.glob("*-[0-9]*")) - kept:
-            if not file.suffix:
+        for file in set(self.folder.glob("*-[0-9]*")) - next_states:
+            if not file.suffix:  # fitted tensors have one and stay
                 file.unlink()
 
     def fitted(self, layer: int) -> dict[str, Tensor]:
-        """The fitted tensors of a finished layer, by their names in the attention module."""
+        """Read the fitted tensors of a finished layer, by their names in the attention module."""
         return load_file(self._file(layer))
 
     def _file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:04d}.safetensors"
 
 
-def remove_work(folder: Path) -> None:
-    """Remove the work of a refinement; a folder that holds something else stays."""
+def remove_refinement_folder(folder: Path) -> None:
+    """Remove the folder of a refinement; a folder that holds something else stays."""
     WorkingFolder(folder, {}).remove()

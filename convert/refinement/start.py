@@ -10,14 +10,15 @@ from typing import Any
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import DataError, UnsupportedError
-from ..calibration.calibrate import CalibrationText, SourceModel
+from ..calibration.source_model import SourceModel
+from ..calibration.text import CalibrationText
 from ..family.attention_layer import AttentionLayer
 from ..rewrites.encoder_decoder import is_pair, refuse_refinement
 from ..rewrites.materialise import model_folder
 from ..settings import ConvertSettings
 from .fit import RefineSettings
 from .on_disk import identity_of, refine_folder, require_refinable
-from .resume import LayerFit, RefineWork
+from .resume import LayerFit, RefinementFolder
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Refinement:
 
     Attributes:
         layers: the attention layers to fit.
-        work: folder beside the output, in which a killed refinement is found again.
-        conversion: how the result is converted, by names that a user knows: part of the identity of the work.
+        work: folder beside the output, from which a killed refinement continues.
+        conversion: how the result is converted, by the names of the options; part of the identity of the work.
     """
 
     layers: Sequence[AttentionLayer]
@@ -42,7 +43,7 @@ class Refinement:
         """Refine a converted folder in place.
 
         Returns:
-            the entry for the record.
+            The entry for the record.
         """
         info(f"Refining {len(self.layers)} layers, {self.settings.steps} steps each.")
         fits = refine_folder(
@@ -70,13 +71,13 @@ class Refinement:
         """
         source = Checkpoint.open(model_folder(model.source))
         identity = identity_of(source, self.text.ids_BT, self.settings, self.conversion)
-        work = RefineWork(self.work, identity)
-        with model.fitting("A look at the source"):
+        work = RefinementFolder(self.work, identity)
+        with model.reporting_out_of_memory("A look at the source"):
             require_refinable(model, source, self.layers, self.text.ids_BT, self.settings, work, device=model.device)
 
 
 def refinement_steps(settings: ConvertSettings, config: dict[str, Any], *, by_default: bool) -> int:
-    """Steps per layer; 0 for none.
+    """Decide on the steps per layer; 0 for no refinement.
 
     Args:
         by_default: the method is refined where nobody says otherwise.

@@ -36,7 +36,7 @@ def text(text_file: Path, **changes) -> dict:
 
 
 def test_text_brings_the_result_closer_and_refinement_closer_still(plan, tiny_checkpoint, text_file, tmp_path):
-    """Distance of the logits from the source's, on text that calibration did not see."""
+    """Distances of logits are measured on text that calibration did not see."""
     run_plan(plan("mean"), tmp_path / "mean")
     convert_calibrated(plan(), tmp_path / "folded", text(text_file))
     convert_calibrated(plan(), tmp_path / "refined", text(text_file, refine=40))
@@ -46,7 +46,7 @@ def test_text_brings_the_result_closer_and_refinement_closer_still(plan, tiny_ch
     assert away["refined"] < away["folded"] < away["mean"]
 
 
-def test_the_record_says_what_was_looked_at(plan, text_file, tmp_path):
+def test_the_record_names_the_calibration_text_and_the_fits(plan, text_file, tmp_path):
     out = convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=3))
     entry = last_entry(out, "convert")
     assert entry is not None
@@ -57,7 +57,7 @@ def test_the_record_says_what_was_looked_at(plan, text_file, tmp_path):
     assert [layer["layer"] for layer in entry["refinement"]["layers"]] == [0, 1]
 
 
-def test_statistics_are_kept_and_serve_another_number_of_groups(plan, text_file, tmp_path, capfd):
+def test_saved_statistics_serve_another_conversion(plan, text_file, tmp_path, capfd):
     file = tmp_path / "moments.safetensors"
     first = convert_calibrated(plan(), tmp_path / "first", text(text_file, statistics=file))
     bytes_before = file.read_bytes()
@@ -123,7 +123,9 @@ def test_folded_is_refined_unless_told_otherwise(method, changes, steps, plan, t
     assert (entry["refinement"] or {"settings": {"steps": 0}})["settings"]["steps"] == steps
 
 
-def test_what_cannot_be_refined_is_so_only_where_nobody_asked(plan, text_file, tmp_path, monkeypatch, capfd):
+def test_impossible_refinement_is_skipped_by_default_and_refused_on_request(
+    plan, text_file, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr("headfold.convert.refinement.start.require_refinable", _refuse)
     out = convert_calibrated(plan(), tmp_path / "out", text(text_file, refine=None))
     told = capfd.readouterr().err.replace("\n", " ")
@@ -142,7 +144,7 @@ def test_as_many_groups_as_heads_changes_nothing(plan, tiny_checkpoint, text_fil
     assert all(torch.equal(source.read(name), result.read(name)) for name in source.tensors)
 
 
-def test_text_that_nothing_looks_at_is_refused(plan, text_file, tmp_path):
+def test_text_that_nothing_reads_is_refused(plan, text_file, tmp_path):
     with pytest.raises(UsageError, match="--calibration would change nothing"):
         convert_calibrated(plan("mean"), tmp_path / "out", text(text_file, refine=None))
     assert list(tmp_path.iterdir()) == []

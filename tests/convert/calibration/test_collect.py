@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from headfold.convert.calibration import collect as calibration
-from headfold.convert.calibration.collect import (
-    collect_statistics,
-    input_projections,
-    load_for_calibration,
-    token_blocks,
-)
+from headfold.convert.calibration import offload
+from headfold.convert.calibration.collect import collect_statistics, input_projections
+from headfold.convert.calibration.offload import load_or_offload
 from headfold.convert.calibration.statistics import SOURCE, Statistics
+from headfold.convert.calibration.text import token_blocks
 from headfold.corpus import Corpus, Document
 from headfold.errors import CheckpointError, DataError, UnsupportedError, UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,14 +27,14 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def blocks() -> torch.Tensor:
+def text() -> torch.Tensor:
     return torch.randint(0, 50, (7, 12), generator=torch.Generator().manual_seed(1))
 
 
-def _direct(model: LlamaForCausalLM, blocks: torch.Tensor) -> list[torch.Tensor]:
+def _direct(model: LlamaForCausalLM, text: torch.Tensor) -> list[torch.Tensor]:
     """x = input_norm(hidden state) of every layer, from the model's own hidden states."""
     with torch.no_grad():
-        states = model.eval()(blocks, output_hidden_states=True).hidden_states
+        states = model.eval()(text, output_hidden_states=True).hidden_states
         moments = []
         for layer, hidden in zip(model.model.layers, states, strict=False):
             x = layer.input_layernorm(hidden).flatten(0, 1).double()
@@ -46,13 +43,13 @@ def _direct(model: LlamaForCausalLM, blocks: torch.Tensor) -> list[torch.Tensor]
     return moments
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 36, 4096], ids=["one block", "uneven", "all"])
-def test_equals_direct_product(batch_tokens, model, blocks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_tokens", [1, 36, 4096], ids=["one sequence", "uneven", "all"])
+def test_equals_direct_product(batch_tokens, model, text, tmp_path: Path) -> None:
     found = collect_statistics(
-        model, blocks, tmp_path / "s.safetensors", metadata={"text": "here"}, batch_tokens=batch_tokens
+        model, text, tmp_path / "s.safetensors", metadata={"text": "here"}, batch_tokens=batch_tokens
     )
     assert (found.layers, found.tokens, found.metadata["text"]) == (3, 84, "here")
-    for layer, expected in enumerate(_direct(model, blocks)):
+    for layer, expected in enumerate(_direct(model, text)):
         moment = found.second_moment(layer)
         assert moment.dtype == torch.float64
         torch.testing.assert_close(moment, expected, atol=1e-5, rtol=1e-5)
@@ -60,9 +57,9 @@ def test_equals_direct_product(batch_tokens, model, blocks, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
 
 
-def test_saved_file_is_read_back_and_tied_to_its_source(model, blocks, tmp_path: Path) -> None:
+def test_saved_file_is_read_back_and_tied_to_its_source(model, text, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "s.safetensors"
-    written = collect_statistics(model, blocks, file, metadata={SOURCE: "abc"})
+    written = collect_statistics(model, text, file, metadata={SOURCE: "abc"})
     read = Statistics.open(file)
     assert torch.equal(read.second_moment(1), written.second_moment(1))
     read.require_source("abc", 3)
@@ -72,53 +69,53 @@ def test_saved_file_is_read_back_and_tied_to_its_source(model, blocks, tmp_path:
         read.require_source("abc", 4)
 
 
-def test_what_is_no_statistics_file_is_refused(model, tmp_path: Path) -> None:
+def test_other_files_are_refused_as_statistics(model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="There is no statistics file"):
         Statistics.open(tmp_path / "absent")
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds no calibration statistics"):
         Statistics.open(tmp_path / "model.safetensors")
     (tmp_path / "torn").write_bytes(b"\x10\0\0")
-    with pytest.raises(CheckpointError, match="is no statistics file"):
+    with pytest.raises(CheckpointError, match="is not a valid statistics file"):
         Statistics.open(tmp_path / "torn")
 
 
-def test_a_failed_pass_leaves_nothing(model, blocks, tmp_path: Path) -> None:
+def test_a_failed_pass_leaves_nothing(model, text, tmp_path: Path) -> None:
     with pytest.raises(IndexError):
-        collect_statistics(model, blocks + 1000, tmp_path / "s.safetensors", metadata={})
+        collect_statistics(model, text + 1000, tmp_path / "s.safetensors", metadata={})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hooks_are_gone_and_the_mode_is_restored(model, blocks, tmp_path: Path) -> None:
+def test_hooks_are_gone_and_the_mode_is_restored(model, text, tmp_path: Path) -> None:
     model.train()
-    collect_statistics(model, blocks, tmp_path / "s.safetensors", metadata={})
+    collect_statistics(model, text, tmp_path / "s.safetensors", metadata={})
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_unread_attention_is_refused(model, blocks, tmp_path: Path) -> None:
+def test_attention_that_misses_tokens_is_refused(model, text, tmp_path: Path) -> None:
     model.spare = torch.nn.Module()
     model.spare.q_proj = torch.nn.Linear(16, 16)
     readers = [*input_projections(model), "spare.q_proj"]
     with pytest.raises(UnsupportedError, match=r"every token through spare\.q_proj"):
-        collect_statistics(model, blocks, tmp_path / "s.safetensors", metadata={}, readers=readers)
+        collect_statistics(model, text, tmp_path / "s.safetensors", metadata={}, readers=readers)
     del model.spare
     with pytest.raises(UnsupportedError, match="no attention with separate"):
         input_projections(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("mark", [False, True])
-def test_weights_left_on_disk_give_the_same(mark, model, blocks, tmp_path: Path, monkeypatch) -> None:
-    """Of a decoder that carries the mark of a pair (``is_encoder_decoder``), too."""
+def test_weights_left_on_disk_give_the_same(mark, model, text, tmp_path: Path, monkeypatch) -> None:
+    """Also for a decoder whose config says ``is_encoder_decoder``."""
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": mark}))
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
-    monkeypatch.setattr(calibration, "_IN_MEMORY_SHARE", 0.0)
-    on_disk = load_for_calibration(tmp_path / "source", weight_bytes=1, scratch=tmp_path / "scratch")
+    monkeypatch.setattr(offload, "_IN_MEMORY_SHARE", 0.0)
+    on_disk = load_or_offload(tmp_path / "source", weight_bytes=1, scratch=tmp_path / "scratch")
     assert all(parameter.is_meta for parameter in on_disk.model.layers.parameters())
-    found = collect_statistics(on_disk, blocks, tmp_path / "s.safetensors", metadata={})
-    for layer, expected in enumerate(_direct(model, blocks)):
+    found = collect_statistics(on_disk, text, tmp_path / "s.safetensors", metadata={})
+    for layer, expected in enumerate(_direct(model, text)):
         torch.testing.assert_close(found.second_moment(layer), expected, atol=1e-5, rtol=1e-5)
     assert all(parameter.is_meta for parameter in on_disk.model.layers.parameters())
 
@@ -141,11 +138,11 @@ class _Characters:
         (None, None, [97, 98, 99, 100, 101, 102, 103]),
     ],
 )
-def test_blocks_are_packed_with_the_tokenizers_separator(bos, eos, expected) -> None:
+def test_sequences_are_packed_with_the_tokenizers_separator(bos, eos, expected) -> None:
     corpus = Corpus("here", "1", lambda: iter([Document("a", "abc"), Document("b", "defg")]))
-    blocks = token_blocks(corpus, _Characters(bos, eos), tokens=6, sequence_length=3)
-    assert blocks.flatten().tolist() == expected[:6]
+    text = token_blocks(corpus, _Characters(bos, eos), tokens=6, sequence_length=3)
+    assert text.flatten().tolist() == expected[:6]
     short = token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=4)
     assert short.shape == (len(expected) // 4, 4)
-    with pytest.raises(DataError, match="fewer than one block of 50"):
+    with pytest.raises(DataError, match="fewer than one sequence of 50"):
         token_blocks(corpus, _Characters(bos, eos), tokens=100, sequence_length=50)

@@ -13,7 +13,7 @@ from headfold import cli
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.convert.calibration.calibrate import calibrate
-from headfold.convert.calibration.encoder_decoder import corrupted
+from headfold.convert.calibration.encoder_decoder import cut_spans
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.family.rotary import Rotary
 from headfold.convert.inspect import predict_damage
@@ -36,13 +36,13 @@ def text(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: Any) -> Path:
 
 
 def moment(states: Tensor) -> Tensor:
-    """E[x xᵀ] with a constant 1 behind x."""
+    """Compute E[x xᵀ], with a constant 1 as last index of x."""
     x_NC = states.flatten(0, -2).double()
     x_NE = torch.cat([x_NC, torch.ones(len(x_NC), 1)], 1)
     return x_NE.T @ x_NE / len(x_NE)
 
 
-def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
+def test_each_attention_layer_gets_the_moments_of_its_own_inputs(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded", encoder=True)
     calibration = calibration_text(str(text), 400, sequence_length=BLOCK, statistics=tmp_path / "statistics")
     found = calibrate(plan.source, plan.family.blocks, with_text(plan, calibration).settings)
@@ -51,8 +51,8 @@ def test_the_moments_are_those_of_what_each_attention_reads(tiny_t5: Path, text:
     assert found.layers == 6
 
     model = load_language_model(tiny_t5).eval()
-    blocks_NB = torch.load(_ids(calibration, tiny_t5, tmp_path))
-    sources, targets = corrupted(blocks_NB, _tokenizer(tiny_t5))
+    text_BT = torch.load(_ids(calibration, tiny_t5, tmp_path))
+    sources, targets = cut_spans(text_BT, _tokenizer(tiny_t5))
     decoder_ids = model.prepare_decoder_input_ids_from_labels(targets)
     inputs: dict[str, Tensor] = {}
     cross = model.decoder.block[1].layer[1]
@@ -79,8 +79,8 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _ids(calibration: dict, folder: Path, scratch: Path) -> Path:
-    """The blocks of token ids that calibration reads, as a file."""
-    from headfold.convert.calibration.calibrate import read_text
+    """Save the token ids that calibration reads to a file."""
+    from headfold.convert.calibration.text import read_text
     from headfold.convert.run import Checkpoint
     from headfold.convert.settings import ConvertSettings
 
@@ -90,7 +90,7 @@ def _ids(calibration: dict, folder: Path, scratch: Path) -> Path:
     return scratch / "ids.pt"
 
 
-def test_the_energy_of_scores_is_that_of_queries_and_keys_of_two_texts(make_attention: Any) -> None:
+def test_score_energy_uses_the_moments_of_both_inputs(make_attention: Any) -> None:
     attention = make_attention(4, 4, rotary=Rotary("none", 0))
     numbers = torch.Generator().manual_seed(4)
     width = attention.q_HDC.shape[-1]
@@ -150,7 +150,9 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
-def test_the_command_takes_text_and_the_encoder(tiny_t5: Path, text: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_calibrates_and_converts_the_encoder(
+    tiny_t5: Path, text: Path, tmp_path: Path, capsys: Any
+) -> None:
     options = [
         "--groups",
         "2",
@@ -185,10 +187,10 @@ def test_what_cannot_be_calibrated_or_refined_is_refused(tiny_t5: Path, text: Pa
         convert_calibrated(plan, tmp_path / "out", calibration_text(str(text), 400, sequence_length=BLOCK, refine=10))
     for tokens, why in ((600, "sentinels"), (1, "too few")):
         with pytest.raises(UsageError, match=why):
-            corrupted(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))
+            cut_spans(torch.zeros(1, tokens, dtype=torch.long), _tokenizer(tiny_t5))
     tokenizer = _tokenizer(tiny_t5)
     tokenizer.get_vocab = lambda: {"<mask>": 0}
     with pytest.raises(UnsupportedError, match="no sentinels") as caught:
-        corrupted(torch.zeros(1, 24, dtype=torch.long), tokenizer)
+        cut_spans(torch.zeros(1, 24, dtype=torch.long), tokenizer)
     assert "--calibration" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

@@ -82,7 +82,7 @@ def test_phases_beat_every_random_start() -> None:
     assert agreement(found) > agreement(np.ones(4)) * 1.1
 
 
-def test_rotations_settle_where_no_head_wants_to_turn() -> None:
+def test_rotations_reach_a_local_optimum() -> None:
     gram = _gram(3, 5, seed=1)
     turns = rotations(torch.tensor(gram).permute(0, 2, 1, 3)).numpy()
     np.testing.assert_allclose(turns @ turns.transpose(0, 2, 1), np.eye(5)[None].repeat(3, 0), atol=1e-9)
@@ -132,7 +132,7 @@ def test_rescaled_heads_have_their_members_mean_norm(rotary_dim, make_attention,
     assert torch.equal(rescaled.o_CHD, plain.o_CHD)
 
 
-def test_rescaling_leaves_heads_alone_that_agree(make_attention, output_of) -> None:
+def test_rescaling_does_not_change_heads_that_agree(make_attention, output_of) -> None:
     attention = _equal_up_to_turns(make_attention(8, 4))
     rescaled = convert_attention(METHODS["aligned+rescale"], attention, 1, MethodContext(0))
     torch.testing.assert_close(output_of(rescaled, X_TC), output_of(attention, X_TC), atol=1e-5, rtol=1e-5)

@@ -54,7 +54,7 @@ def test_wrong_plane_layout_is_not_exact(make_attention, make_equal, output_of) 
 
 
 @pytest.mark.parametrize("value_dim", [4, 12])
-def test_values_of_another_width(value_dim, make_attention, make_equal, output_of) -> None:
+def test_values_may_be_wider_or_narrower_than_keys(value_dim, make_attention, make_equal, output_of) -> None:
     """V has the head dim of the value projection, which may differ from that of K."""
     attention = make_attention(8, 4)
     values = make_equal(make_attention(8, 4, head_dim=value_dim, rotary=Rotary("none", 0), seed=3), groups=2)
@@ -80,7 +80,7 @@ def _with_mean(moment: torch.Tensor, share: float) -> np.ndarray:
 
 
 def _gain(attention: Attention, query: int, moment: torch.Tensor) -> float:
-    """Mean square of what the query head puts out, the mean token left out."""
+    """Mean square of the query head's output, without the mean token."""
     value = attention.v_KDC[query // (attention.query_heads // attention.kv_heads)].double().numpy()
     out = attention.o_CHD[:, query].double().numpy() @ value
     return float(np.trace(out @ _with_mean(moment, 0) @ out.T))
@@ -155,7 +155,7 @@ def test_agrees_with_slow_reference(kv_heads, groups, make_attention, make_momen
 
 
 def _lost_energy(attention: Attention, converted: Attention, moment: torch.Tensor) -> tuple[float, float]:
-    """Measured on the converted weights: energy of what score errors do to outputs, and of output errors."""
+    """Measure on the converted weights the energy of score errors in the outputs, and of output errors."""
     difference = _scores(attention) - _scores(converted)
     gains = np.array([_gain(attention, query, moment) for query in range(attention.query_heads)])
     queries, keys = _with_mean(moment, 1), _with_mean(moment, 0.5)
@@ -186,7 +186,7 @@ def test_predicted_loss_is_what_conversion_loses(make_attention, make_moment) ->
 
 
 @pytest.mark.parametrize("method", ["mean", "first", "aligned", "folded"])
-def test_lost_shares_of_any_method_are_what_a_slow_count_gives(method, make_attention, make_moment) -> None:
+def test_lost_shares_agree_with_a_slow_count_for_every_method(method, make_attention, make_moment) -> None:
     attention, moment = make_attention(8, 4), make_moment()
     converted = convert_attention(METHODS[method], attention, 2, MethodContext(0, second_moment=moment))
     nothing = replace(attention, k_KDC=attention.k_KDC * 0, v_KDC=attention.v_KDC * 0)
@@ -232,7 +232,7 @@ def _planes_turned(k_DC: Tensor, turn_F: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", ["equal in a plane", "unequal", "unknown"])
 @pytest.mark.parametrize("method", [folded, aligned])
 def test_normed_keys_use_only_exact_turns(norm, method, make_attention, output_of) -> None:
-    """Heads that differ by what the norm allows (phases, signs, or sizes alone) come back."""
+    """Heads that differ only by turns that the norm allows (phases, signs, or sizes alone) merge exactly."""
     generator = torch.Generator().manual_seed(4)
     weights_F = torch.rand(4, generator=generator) + 0.5
     norm_D = torch.cat([weights_F, weights_F + (0.3 if norm == "unequal" else 0.0)])

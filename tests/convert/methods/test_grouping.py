@@ -96,7 +96,7 @@ def test_order_has_the_least_predicted_loss_of_all(make_attention, make_moment) 
     assert loss(list(range(6))) > best
 
 
-def test_nothing_to_choose(make_attention) -> None:
+def test_one_group_and_no_merging_leave_the_order(make_attention) -> None:
     attention = make_attention(8, 4)
     assert similarity_order(attention, 4, MethodContext(0)) == [0, 1, 2, 3]
     assert similarity_order(attention, 1, MethodContext(0)) == [0, 1, 2, 3]

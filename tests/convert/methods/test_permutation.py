@@ -1,4 +1,4 @@
-"""Heads change places with everything that belongs to them: the logits stay; with only q, k, v and o they do not."""
+"""Heads may change places with everything that belongs to them; with q, k, v and o alone the logits change."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FOLLOWERS: dict[str, set[str]] = {
     "stablelm": {"q_layernorm.weight"},
     "olmo2": {"q_norm.weight"},
 }
-"""Types whose query heads have more than q and o, and what it is."""
+"""Type → the tensors of its query heads besides q and o."""
 
 
 def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) -> Any:
-    """The model with its heads in another order, by way of its files.
+    """Reorder the heads of a model, by way of its files.
 
     Args:
-        alone: move q, k, v and o, and nothing that goes along.
+        alone: move q, k, v and o, and nothing else.
     """
     model.save_pretrained(folder)
     source = Checkpoint.open(folder)
@@ -62,7 +62,7 @@ def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) 
 
 
 def _distance(model: Any, other: Any) -> float:
-    """Largest difference of logits, as a share of the largest logit."""
+    """Compute the largest difference of logits, as a share of the largest logit."""
     wanted = logits_of(other)
     return float((logits_of(model) - wanted).abs().max() / wanted.abs().max())
 
@@ -71,7 +71,7 @@ def _distance(model: Any, other: Any) -> float:
     ("model_type", "over"),
     [*((name, {}) for name in FOLLOWERS if name not in ("cohere", "stablelm", "olmo2")), *HEAD_NORMS],
 )
-def test_what_belongs_to_the_query_heads_goes_along(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+def test_tensors_of_query_heads_move_with_them(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_model(model_type, 4, 4, **over)
     assert _distance(_placed(model, ORDER, tmp_path / "m"), model) < 1e-5
     assert _distance(_placed(model, ORDER, tmp_path / "alone", alone=True), model) > 1e-3, "the control must fail"
@@ -109,7 +109,7 @@ def test_similarity_finds_equal_heads_that_lie_apart(model_type: str, over: dict
     assert _distance(made["contiguous"].eval(), small) > 1e-2, "the control must fail"
 
 
-def test_every_tensor_that_the_plan_replaces_is_made(tmp_path: Path) -> None:
+def test_every_tensor_that_the_plan_replaces_is_computed(tmp_path: Path) -> None:
     tiny_model("gpt_oss", 4, 4).save_pretrained(tmp_path)
     for method in ("mean", "random", "folded"):
         plan = plan_conversion(tmp_path, groups=2, method=method, grouping="similarity")
@@ -126,8 +126,8 @@ def test_every_tensor_that_the_plan_replaces_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["granite_swa", "laguna"])
-def test_a_number_for_each_head_is_no_matter_to_folding(model_type: str, tmp_path: Path) -> None:
-    """Sinks, and gates of one number: equal heads, each with its values in a basis of its own, come back."""
+def test_folding_is_exact_beside_sinks_and_gates_of_one_number(model_type: str, tmp_path: Path) -> None:
+    """Heads that are equal up to the basis of their values merge exactly beside such sinks and gates."""
     small = tiny_model(model_type, 4, 2)
     wide = repeat_kv_heads(small, 4)
     generator = torch.Generator().manual_seed(0)

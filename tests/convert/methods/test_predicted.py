@@ -1,4 +1,4 @@
-"""Predicted damage must rank what really happens: over groups and models, before anything is converted."""
+"""The damage predicted before a conversion ranks the measured damage."""
 
 from __future__ import annotations
 

@@ -98,6 +98,14 @@ def test_its_default_grouping_counts(toy_row: Any, source: Path) -> None:
     assert plan.freedom() == []
 
 
+def test_text_is_read_only_by_methods_that_say_so(toy_row: Any, source: Path) -> None:
+    toy_row()
+    assert not plan_conversion(source, groups=2, method="toy").reads_text
+    assert plan_conversion(source, groups=2, method="toy", grouping="similarity").reads_text
+    toy_row(reads_text=True)
+    assert plan_conversion(source, groups=2, method="toy").reads_text
+
+
 def test_a_dry_run_shows_it(toy_row: Any, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toy_row()
     arguments = ["convert", str(source), "--groups", "2", "--method", "toy", "-o", str(tmp_path / "out"), "--dry-run"]
@@ -116,7 +124,7 @@ def test_a_new_method_on_single_tensors_needs_a_row_and_a_function(
     tiny_model("cohere", 4, 4, use_qk_norm=True).save_pretrained(source)
     toy_row(function="toy_methods:second_pooled", rewrites_queries=False, turns=None, norms=norms)
     plan = plan_conversion(source, groups=2, method="toy")
-    assert not plan.rewrites_queries
+    assert {action.kind for action in plan.actions.values()} == {"copy", "merge"}
     before, after = Checkpoint.open(source), Checkpoint.open(run_plan(plan, tmp_path / "out"))
     layer = "model.layers.0.self_attn"
     keys = before.read(f"{layer}.k_proj.weight").unflatten(0, (4, -1))[[1, 3]].flatten(0, 1)

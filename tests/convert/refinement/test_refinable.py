@@ -1,4 +1,4 @@
-"""What refinement cannot do is said before calibration begins, and memory that ran out is a sentence."""
+"""Impossible refinements are refused before calibration begins, and out of memory is reported in a sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from calibrated import calibration_text, convert_calibrated
 from headfold import cli
 from headfold.checkpoint.record import last_entry
 from headfold.convert import run
-from headfold.convert.calibration import calibrate
-from headfold.convert.calibration.out_of_memory import fitting
+from headfold.convert.calibration import calibrate, source_model
+from headfold.convert.calibration.out_of_memory import reporting_out_of_memory
 from headfold.convert.plan import Plan
 from headfold.convert.run import plan_conversion
 from headfold.errors import DataError, HeadfoldError, UnsupportedError, UsageError
@@ -43,7 +43,7 @@ def text(text_file: Path) -> Callable[..., dict]:
 
 @pytest.fixture
 def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any start of the work fails the test."""
+    """Fail the test as soon as calibration or conversion begins."""
 
     def begin(*arguments: object, **named: object) -> None:
         raise AssertionError("calibration or conversion began")
@@ -56,7 +56,9 @@ def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model_type", "method", "reason"),
     [("sarvam_moe", "folded", "in another form than its model class"), ("gemma3n_text", "mean", "in the plain way")],
 )
-def test_types_that_cannot_be_refined(model_type, method, reason, plan, text, tmp_path, nothing_computed) -> None:
+def test_types_that_cannot_be_refined_are_refused_before_calibration(
+    model_type, method, reason, plan, text, tmp_path, nothing_computed
+) -> None:
     wanted = plan(method, model_type, tmp_path / "source")
     with pytest.raises(UnsupportedError, match=reason):
         convert_calibrated(wanted, tmp_path / "out", text())
@@ -68,8 +70,10 @@ def test_control_what_can_be_refined_gets_as_far_as_calibration(plan, text, tmp_
         convert_calibrated(plan(), tmp_path / "out", text())
 
 
-def test_too_little_text(plan, text, tmp_path, nothing_computed, monkeypatch) -> None:
-    monkeypatch.setattr(calibrate, "load_for_calibration", None)
+def test_too_little_text_is_refused_before_the_model_is_loaded(
+    plan, text, tmp_path, nothing_computed, monkeypatch
+) -> None:
+    monkeypatch.setattr(source_model, "load_or_offload", None)
     with pytest.raises(DataError, match="fewer than two steps"):
         convert_calibrated(plan(), tmp_path / "out", text(tokens=96))
     assert list(tmp_path.iterdir()) == []
@@ -83,11 +87,11 @@ def test_too_little_text(plan, text, tmp_path, nothing_computed, monkeypatch) ->
         ("folded", {"tokens": 1024}, "another calibration text"),
     ],
 )
-def test_the_unfinished_refinement_of_another_conversion(
+def test_the_unfinished_refinement_of_another_conversion_is_left_alone(
     method, changes, named, plan, text, tmp_path, monkeypatch, request
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(run, "remove_work", lambda folder: None)
+        patched.setattr(run, "remove_refinement_folder", lambda folder: None)
         convert_calibrated(plan(), tmp_path / "out", text())
     before = {file: file.read_bytes() for file in (tmp_path / "out.refinement").iterdir()}
     request.getfixturevalue("nothing_computed")
@@ -98,7 +102,9 @@ def test_the_unfinished_refinement_of_another_conversion(
         convert_calibrated(plan(), tmp_path / "out", text(), overwrite=True)
 
 
-def test_a_place_that_is_taken_or_full(plan, text, tmp_path, nothing_computed, monkeypatch) -> None:
+def test_a_taken_folder_and_a_full_disk_are_refused_before_calibration(
+    plan, text, tmp_path, nothing_computed, monkeypatch
+) -> None:
     (tmp_path / "one.refinement").mkdir()
     (tmp_path / "one.refinement" / "thesis.txt").write_text("years of it")
     (tmp_path / "other.refinement").write_text("a file")
@@ -122,10 +128,13 @@ def _no_memory(*arguments: object, **named: object) -> None:
             "calibration.calibrate.collect_statistics",
             r"Calibration ran out of memory on cpu: the source's weights take \d",
         ),
-        ("refinement.refine.fit", r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32"),
+        (
+            "refinement.refine.fit_projections",
+            r"Refinement ran out of memory on cpu: a layer takes 7\d\.\d+ KiB in float32",
+        ),
     ],
 )
-def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, monkeypatch) -> None:
+def test_out_of_memory_is_reported_in_a_sentence(place, told, plan, text, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(f"headfold.convert.{place}", _no_memory)
     with pytest.raises(HeadfoldError, match=told) as problem:
         convert_calibrated(plan(), tmp_path / "out", text())
@@ -134,18 +143,24 @@ def test_memory_that_ran_out_is_a_sentence(place, told, plan, text, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_the_way_out_depends_on_the_device() -> None:
-    with pytest.raises(HeadfoldError, match="on cuda: much") as problem, fitting("cuda", "Calibration", lambda: "much"):
+def test_the_hint_depends_on_the_device() -> None:
+    with (
+        pytest.raises(HeadfoldError, match="on cuda: much") as problem,
+        reporting_out_of_memory("cuda", "Calibration", lambda: "much"),
+    ):
         _no_memory()
     assert "--device cpu" in (problem.value.hint or "")
-    with pytest.raises(HeadfoldError, match="on cpu: much") as problem, fitting("cpu", "Calibration", lambda: "much"):
+    with (
+        pytest.raises(HeadfoldError, match="on cpu: much") as problem,
+        reporting_out_of_memory("cpu", "Calibration", lambda: "much"),
+    ):
         torch.empty(2**60)
     assert "--device" not in (problem.value.hint or "")
-    with pytest.raises(RuntimeError, match="must match"), fitting("cpu", "Calibration", lambda: "much"):
+    with pytest.raises(RuntimeError, match="must match"), reporting_out_of_memory("cpu", "Calibration", lambda: "much"):
         _ = torch.ones(2) + torch.ones(3)
 
 
-def test_blocks_of_another_length(tiny_checkpoint, text_file, tmp_path) -> None:
+def test_the_record_has_the_sequence_length(tiny_checkpoint, text_file, tmp_path) -> None:
     options = [
         "--calibration",
         str(text_file),

@@ -13,7 +13,7 @@ from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.layer_runner import decoder_layers
 from headfold.convert.refinement.on_disk import refine_folder
 from headfold.convert.refinement.refine import refine_layers
-from headfold.convert.refinement.resume import LayerFit, RefineWork
+from headfold.convert.refinement.resume import LayerFit, RefinementFolder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import DataError, UnsupportedError
 from safetensors.torch import load_file
@@ -41,7 +41,7 @@ def _llama(kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = 2) -
 
 
 def _converted(source: LlamaForCausalLM, groups: int = 1) -> LlamaForCausalLM:
-    """The first head of each group: a crude conversion, with room for improvement."""
+    """Take the first head of each group: a crude conversion, with room for improvement."""
     config = copy.deepcopy(source.config)
     config.num_key_value_heads = groups
     model = LlamaForCausalLM(config).eval().to(source.dtype)
@@ -62,7 +62,7 @@ def _refine(
     source: nn.Module, model: nn.Module, text: torch.Tensor, settings: RefineSettings = SETTINGS, **options: object
 ) -> list[LayerFit]:
     with tempfile.TemporaryDirectory() as folder:
-        return refine_layers(source, model, text, settings, RefineWork(Path(folder) / "work", {}), **options)
+        return refine_layers(source, model, text, settings, RefinementFolder(Path(folder) / "work", {}), **options)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _distance(source: nn.Module, model: nn.Module) -> float:
     return (source(ids).logits.float() - model(ids).logits.float()).square().mean().item()
 
 
-def test_unseen_text_comes_closer_and_errors_say_so() -> None:
+def test_logits_on_unseen_text_come_closer_and_the_errors_show_it() -> None:
     source = _llama(4)
     model = _converted(source)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -93,8 +93,8 @@ def test_unseen_text_comes_closer_and_errors_say_so() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_targets_repair_what_earlier_layers_left_wrong() -> None:
-    """The second layer of the result, fitted to the source's stream, undoes part of a fault of the first."""
+def test_a_layer_repairs_errors_of_earlier_layers() -> None:
+    """The second layer, fitted to the source's stream, undoes part of an error of the first."""
     source = _llama(4)
     model = _converted(source, groups=4)
     with torch.no_grad():
@@ -155,7 +155,7 @@ class _Parallel(nn.Module):
         return hidden_states + self.self_attn(read, **arguments)[0] + self.mlp(read)
 
 
-def test_other_arrangements_are_fitted_as_whole_layers() -> None:
+def test_layers_with_parallel_attention_and_mlp_are_fitted_whole() -> None:
     source = _llama(4)
     model = _converted(source)
     for each in (source, model):
@@ -167,7 +167,7 @@ def test_other_arrangements_are_fitted_as_whole_layers() -> None:
 
 
 class _ToldMore(nn.Module):
-    """A decoder layer that is given something of the text besides the states, as in Gemma 3n."""
+    """A decoder layer that reads something of the text besides the states, as in Gemma 3n."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import calibration_text, convert_calibrated
-from headfold.convert.calibration import collect as calibration
+from headfold.convert.calibration import offload
 from headfold.convert.refinement import refine
 from headfold.convert.refinement.fit import RefineSettings
 from headfold.convert.refinement.on_disk import refine_folder
-from headfold.convert.refinement.resume import RefineWork
+from headfold.convert.refinement.resume import RefinementFolder
 from headfold.convert.run import plan_conversion, run_plan
 from headfold.errors import HeadfoldError, UsageError
 from tiny import tiny_model
@@ -39,7 +39,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refined(source: Path, tmp_path: Path):
-    """Convert and refine under a name of its own; the bytes of all weights."""
+    """Convert and refine under a name; return the bytes of all weights."""
     plan = plan_conversion(source, groups=2, method="folded")
 
     def make(name: str, work: Path | None = None, text: torch.Tensor = TEXT, settings: RefineSettings = SETTINGS):
@@ -67,9 +67,9 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
             raise Killed
         finished(work, done, *arguments)
 
-    fit, finished, killing = refine.fit, RefineWork.finish, True
-    monkeypatch.setattr(refine, "fit", count)
-    monkeypatch.setattr(RefineWork, "finish", finish)
+    fit, finished, killing = refine.fit_projections, RefinementFolder.finish, True
+    monkeypatch.setattr(refine, "fit_projections", count)
+    monkeypatch.setattr(RefinementFolder, "finish", finish)
     with pytest.raises(Killed):
         refined("out", tmp_path / "work")
     killing, before = False, len(fitted)
@@ -77,10 +77,10 @@ def test_a_killed_refinement_continues_to_the_same_bits(layer, place, refined, t
     assert len(fitted) - before == 3 - layer
 
 
-def test_what_is_finished_is_not_fitted_again_and_the_seed_matters(refined, tmp_path, monkeypatch) -> None:
+def test_finished_layers_are_not_fitted_again_and_the_seed_matters(refined, tmp_path, monkeypatch) -> None:
     expected = refined("out", tmp_path / "work")
     assert refined("other", settings=RefineSettings(steps=4, batch_tokens=32, seed=1)) != expected, "the control"
-    monkeypatch.setattr(refine, "fit", None)
+    monkeypatch.setattr(refine, "fit_projections", None)
     assert refined("out", tmp_path / "work") == expected
 
 
@@ -99,14 +99,14 @@ def test_another_refinement_is_not_continued(changes, named, refined, tmp_path) 
     assert sorted((tmp_path / "work").iterdir()) == before
 
 
-def test_work_that_cannot_be_read_is_named(refined, tmp_path) -> None:
+def test_a_damaged_refinement_folder_is_refused(refined, tmp_path) -> None:
     refined("out", tmp_path / "work")
     (tmp_path / "work" / "progress.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read"):
         refined("out", tmp_path / "work")
 
 
-def test_a_folder_of_that_name_with_something_else_is_left_alone(refined, tmp_path) -> None:
+def test_a_folder_with_other_files_is_left_alone(refined, tmp_path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years of it")
     with pytest.raises(UsageError, match="holds something else"):
@@ -126,19 +126,19 @@ def test_weights_left_on_disk_give_the_same_bits(refined, monkeypatch) -> None:
     loaded = []
 
     def watch(*arguments, **named):
-        loaded.append(calibration.load_for_calibration(*arguments, **named))
+        loaded.append(offload.load_or_offload(*arguments, **named))
         return loaded[-1]
 
-    monkeypatch.setattr(calibration, "_IN_MEMORY_SHARE", 0.0)
-    monkeypatch.setattr("headfold.convert.refinement.on_disk.load_for_calibration", watch)
+    monkeypatch.setattr(offload, "_IN_MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("headfold.convert.refinement.on_disk.load_or_offload", watch)
     assert refined("disk") == expected
     for model in loaded:
         assert all(parameter.is_meta for parameter in model.parameters())
     assert len(loaded) == 2
 
 
-def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpoint, text_file, tmp_path) -> None:
-    """SIGKILL in the second layer of `convert`; the output is the one of a run that nobody disturbed."""
+def test_a_killed_conversion_continues_and_removes_its_working_folder(tiny_checkpoint, text_file, tmp_path) -> None:
+    """After SIGKILL in the second layer, the repeated call gives the output of an undisturbed run."""
     script = f"""
         import os, signal
         from headfold.convert.refinement import refine
@@ -151,7 +151,7 @@ def test_the_work_of_a_killed_process_is_continued_and_then_removed(tiny_checkpo
             if len(fits) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments)
-        original, refine.fit = refine.fit, fit
+        original, refine.fit_projections = refine.fit_projections, fit
         convert_checkpoint(
             {str(tiny_checkpoint)!r}, Path({str(tmp_path / "out")!r}), groups=1, method="folded",
             calibration={str(text_file)!r}, calibration_tokens=2048, sequence_length=32, refine=3,

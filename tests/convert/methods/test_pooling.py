@@ -1,4 +1,4 @@
-"""Methods that pool each tensor alone agree with the formulas; every method has a complete row."""
+"""Methods that pool each tensor alone agree with the formulas."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_random_is_fresh_repeatable_and_never_twice_the_same() -> None:
     assert not convert_attention(METHODS["random"], _block(), G, MethodContext(0)).k_bias_KD.any()
 
 
-def test_every_method_gives_g_heads_and_says_what_it_is() -> None:
+def test_every_method_gives_g_heads_and_has_a_summary() -> None:
     assert {"mean", "first", "random", "aligned", "aligned+rescale", "folded"} == set(METHODS)
     block = _block(biases=False)
     for method in METHODS.values():

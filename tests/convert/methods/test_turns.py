@@ -1,4 +1,4 @@
-"""The plan and the record say what a method could turn in the heads of a family."""
+"""Plan and record describe the basis changes that a method applies to the heads of a family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiny import tiny_model
         ("llama", "mean", {}, None),
     ],
 )
-def test_what_was_possible_is_told(model_type, method, changes, expected, tmp_path) -> None:
+def test_plan_and_record_describe_the_turns(model_type, method, changes, expected, tmp_path) -> None:
     tiny_model(model_type, **changes).save_pretrained(tmp_path / "source")
     plan = plan_conversion(tmp_path / "source", groups=2, method=method)
     told = [row[2] for row in plan.describe() if row[0] == "turned in the heads"]

@@ -1,0 +1,86 @@
+"""Load a model for forward passes, with its weights left on disk where they do not fit into memory.
+
+Everything that depends on how accelerate keeps weights on disk is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate.hooks import AlignDevicesHook
+from torch import Tensor, nn
+
+from ...checkpoint.load import is_seq2seq, load_config, load_language_model
+
+_IN_MEMORY_SHARE = 0.5
+"""Weights stay on disk where they would take more than this share of the memory that is free."""
+
+
+def load_or_offload(
+    folder: Path,
+    weight_bytes: int,
+    scratch: Path,
+    *,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load a model for forward passes on ``device``.
+
+    Where its weights stay on disk, accelerate maps those of a module from the safetensors files just before it runs,
+    and drops them after. So memory holds one module's weights and the activations of a batch. With a GPU accelerate
+    keeps there what fits.
+
+    Args:
+        weight_bytes: size of all weights.
+        scratch: an empty folder for weights that the class stores in another form than the files.
+    """
+    if weight_bytes < psutil.virtual_memory().available * _IN_MEMORY_SHARE:
+        return load_language_model(folder, trust_remote_code=trust_remote_code).to(device)
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    # On a CPU "auto" would fill main memory, which must stay free for activations.
+    places = {"": "disk"} if torch.device(device).type == "cpu" else "auto"
+    encoder_decoder = is_seq2seq(load_config(folder, trust_remote_code=trust_remote_code))
+    return (AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM).from_pretrained(
+        folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
+    )
+
+
+@contextmanager
+def weights_in_memory(module: nn.Module) -> Iterator[dict[Tensor, torch.dtype]]:
+    """Read the weights of ``module`` that accelerate keeps on disk; drop them at the end.
+
+    Yields:
+        The tensors that were read, with the dtypes that they are stored in.
+    """
+    with ExitStack() as stack:
+        stored: dict[Tensor, torch.dtype] = {}
+        for part in module.modules():
+            hook = getattr(part, "_hf_hook", None)
+            if isinstance(hook, AlignDevicesHook) and hook.offload:
+                stack.callback(_drop_weights, part, part.forward)
+                stored |= _read_weights(part, hook)
+        yield stored
+
+
+def _read_weights(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
+    """Read the weights of one module, and bypass the hook that would read them again at each call."""
+    assert hook.weights_map is not None
+    for name, _ in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
+    part.forward = part._old_forward  # type: ignore[assignment]
+    return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
+
+
+def _drop_weights(part: nn.Module, forward: Callable[..., Any]) -> None:
+    part.forward = forward
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(parameter.to("meta")))
