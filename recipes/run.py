@@ -12,7 +12,8 @@ from ..convert.settings import ConvertSettings
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
-from ..eval.report.write import print_report, read_results
+from ..eval.report.write import print_report
+from ..eval.results import read_results
 from ..eval.settings import EvalSettings
 from ..options import as_options
 from ..uptrain.data.mixture import name_of

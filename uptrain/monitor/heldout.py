@@ -1,4 +1,4 @@
-"""Held-out text that is scored during a run, and how much of what conversion lost is won back."""
+"""Score held-out text during a run, and compute how much of the conversion's loss is recovered."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -17,8 +18,9 @@ from ...checkpoint.backbone import is_encoder_decoder
 from ...checkpoint.load import load_language_model
 from ...console import info
 from ...corpus import HELDOUT, open_corpus
+from ...eval.measures.recovery import recovered_share
 from ...eval.scoring.perplexity import Perplexity, exponential, score
-from ...eval.scoring.targets import Asking, target_text
+from ...eval.scoring.targets import TargetSettings, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_documents
 from ..processes.devices import StopRequested, anyone
 from ..settings import UptrainSettings
@@ -78,21 +80,21 @@ def open_heldout(settings: UptrainSettings, tokenizer: Any, model: Any) -> Heldo
     corpus = open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if is_encoder_decoder(model):
         column = settings.target_column is not None
-        asking = Asking(settings.sequence_length, column, settings.noise_density, settings.mean_span)
-        targets = target_text(tokenizer, corpus, asking, max_tokens=settings.eval_tokens)
+        wanted = TargetSettings(settings.sequence_length, column, settings.noise_density, settings.mean_span)
+        targets = target_text(tokenizer, corpus, wanted, max_tokens=settings.eval_tokens)
         return HeldoutText(
-            targets.documents, {**corpus.describe(), "asking": str(asking.describe())}, settings.sequence_length
+            targets.documents, {**corpus.describe(), "asking": str(wanted.describe())}, settings.sequence_length
         )
     documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.eval_tokens)
     return HeldoutText(documents, corpus.describe(), settings.sequence_length)
 
 
 class Follower:
-    """Scores held-out text as a run goes on, and says how much of what conversion lost is won back.
+    """Scores held-out text as a run goes on, and computes how much of the conversion's loss is recovered.
 
     Args:
         watch: the text; None follows nothing.
-        source: what is to be won back: a model, or where its checkpoint is; None where it is not at hand.
+        source: the model to recover, or its checkpoint; None where it is not at hand.
         start: where the checkpoint is that the run began with; None where it has no weights.
         tokens_per_step: of the run.
 
@@ -145,8 +147,8 @@ class Follower:
 
     @property
     def recovered(self) -> float | None:
-        """See :func:`recovered_share`."""
-        return None if self._watch is None else recovered_share(self._metrics.lines, self._watch.identity)
+        """See :func:`recovered_so_far`."""
+        return None if self._watch is None else recovered_so_far(self._metrics.lines, self._watch.identity)
 
     @property
     def heldout(self) -> dict[str, Any] | None:
@@ -170,7 +172,7 @@ class Follower:
         info(f"{f'step {step}' if kind == 'eval' else kind} · held-out perplexity {perplexity:.3f}")
 
 
-def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
+def recovered_so_far(lines: Sequence[dict[str, Any]], text: str) -> float | None:
     """Share of the gap in log-perplexity between the start and the source that is closed at the last evaluation.
 
     Args:
@@ -187,7 +189,8 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
             seen[line["kind"]].append(line["perplexity"])
     source, evaluated = seen["source"], seen["eval"]
     start = (seen["start"] or evaluated)[:1]
-    only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had won nothing back
-    if not source or not evaluated or only_the_start or start[0] <= source[0]:
+    only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had recovered nothing
+    if not source or not evaluated or only_the_start:
         return None
-    return math.log(start[0] / evaluated[-1]) / math.log(start[0] / source[0])
+    share = recovered_share(*(np.log([perplexity]) for perplexity in (source[0], start[0], evaluated[-1])))
+    return None if share is None else share.value

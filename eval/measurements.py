@@ -1,0 +1,150 @@
+"""Hold what was measured of each model, and summarise one model's own numbers as results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .measures.capacity import CacheSize
+from .measures.intervals import Array, Estimate, float_array, mean_estimate, ratio_estimate
+from .measures.kv_cache import DecodeTimes
+from .measures.recovery import read_recovery
+from .measures.retrieval import RetrievalScores, mean_gains
+from .measures.tasks import TaskAnswers
+from .models import ComparedModel
+from .results import (
+    SOURCE,
+    DecodeResult,
+    ModelResult,
+    RepeatSpread,
+    ReportedEstimate,
+    RetrievalResult,
+    ServingCapacity,
+    TaskResult,
+)
+from .scoring.paired import PairScores
+from .scoring.perplexity import Scores, exponential
+
+
+@dataclass(frozen=True)
+class ModelMeasurements:
+    """Everything measured of one model by itself.
+
+    Attributes:
+        cache: of an encoder-decoder, the cache of the tokens that its decoder writes.
+        cross_cache: of an encoder-decoder, the cache of the tokens that its encoder reads.
+        formula_bytes: KV cache per token as computed from the config, None where it does not say.
+        capacity: what fits into a given memory, None where the user named none.
+    """
+
+    model: ComparedModel
+    parameters: int
+    scores: Scores
+    cache: CacheSize
+    cross_cache: CacheSize | None = None
+    formula_bytes: float | None = None
+    capacity: ServingCapacity | None = None
+    decode: list[DecodeTimes] = field(default_factory=list)
+    retrieval: list[RetrievalScores] = field(default_factory=list)
+    tasks: list[TaskAnswers] = field(default_factory=list)
+
+    @property
+    def document_nats(self) -> Array:
+        """Sum the negative log-likelihood of each document."""
+        return float_array(part.nll_nats for part in self.scores.per_document())
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """A model and its source, measured side by side."""
+
+    source: ModelMeasurements
+    other: ModelMeasurements
+    scores: PairScores
+
+
+def pool_source_runs(runs: Sequence[ModelMeasurements]) -> ModelMeasurements:
+    """Join the runs of the source beside each group of models: its scores are equal, its timings are put together."""
+    by_point = zip(*(run.decode for run in runs), strict=True)
+    decode = [
+        replace(
+            times[0],
+            first_token_seconds=[second for time in times for second in time.first_token_seconds],
+            decode_seconds=[second for time in times for second in time.decode_seconds],
+        )
+        for times in by_point
+    ]
+    return replace(runs[0], decode=decode)
+
+
+def model_result(measured: ModelMeasurements) -> ModelResult:
+    """Summarise one model; :func:`headfold.eval.vs_source.against_source` adds its comparison with the source."""
+    model, parts = measured.model, measured.scores.per_document()
+    nats, tokens = measured.document_nats, float_array(part.tokens for part in parts)
+    return ModelResult(
+        name=model.name,
+        role=model.role,
+        path=model.spec,
+        digest=model.checkpoint.digest(),
+        model_type=model.config.model_type,
+        parameters=measured.parameters,
+        weight_bytes=model.checkpoint.weight_bytes,
+        query_heads=getattr(model.config.get_text_config(), "num_attention_heads", None),
+        kv_heads=sorted(set(measured.cache.kv_heads)),
+        perplexity=ratio_estimate(nats, tokens).map(exponential).reported(),
+        bits_per_byte=_bits_per_byte(nats, float_array(part.utf8_bytes for part in parts)),
+        nll_nats=nats.tolist(),
+        cache_bytes_per_token=measured.cache.bytes_per_token,
+        cross_cache_bytes_per_token=None if measured.cross_cache is None else measured.cross_cache.bytes_per_token,
+        cache_formula_bytes=measured.formula_bytes,
+        capacity=measured.capacity,
+        decode=[_decode_result(times) for times in measured.decode],
+        needle=[_retrieval_result(found) for found in measured.retrieval],
+        tasks=[_task_result(found) for found in measured.tasks],
+        # the source may hold the metrics of its own pretraining, during which nothing was recovered
+        recovery=[] if model.role == SOURCE else read_recovery(model.folder),
+    )
+
+
+def _bits_per_byte(nats: Array, utf8_bytes: Array) -> ReportedEstimate:
+    if not utf8_bytes.any():
+        return Estimate(math.nan, None, None).reported()
+    # A document of special tokens alone has no bytes. A draw of nothing but such documents would divide by zero.
+    if not utf8_bytes.all():
+        return Estimate(float(nats.sum() / math.log(2) / utf8_bytes.sum()), None, None).reported()
+    return ratio_estimate(nats / math.log(2), utf8_bytes).reported()
+
+
+def _decode_result(times: DecodeTimes) -> DecodeResult:
+    return DecodeResult(
+        context=times.context,
+        batch=times.batch,
+        new_tokens=times.new_tokens,
+        tokens_per_second=RepeatSpread.of(times.tokens_per_second),
+        first_token_seconds=RepeatSpread.of(times.first_token_seconds),
+        peak_bytes=times.peak_bytes,
+    )
+
+
+def _retrieval_result(found: RetrievalScores) -> RetrievalResult:
+    return RetrievalResult(
+        length=found.length,
+        gain_nats=mean_estimate(mean_gains(found)).reported(),
+        gain_by_depth=np.mean(found.gain_nats, axis=0).tolist(),
+        found_by_depth=np.mean(found.found_share, axis=0).tolist(),
+    )
+
+
+def _task_result(answers: TaskAnswers) -> TaskResult:
+    values = float_array(answers.values)
+    return TaskResult(
+        task=answers.task,
+        measure=answers.measure,
+        higher_is_better=answers.higher_is_better,
+        questions=len(values),
+        mean=mean_estimate(values).reported(),
+        standard_error=float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None,
+    )
