@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...libraries.torch_internals import LiveTensors
-
 from ..results import CapacityBatch, ServingCapacity
 
 SHARE = 0.9
