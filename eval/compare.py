@@ -64,9 +64,9 @@ def compare(
 
     Args:
         source: folder or hub id of the original checkpoint.
-        others: checkpoints made from it; without any, the source is measured alone.
+        others: checkpoints made from it (none measures the source alone).
         settings: the text, the windows, and which measurements to make.
-        command: the command line to print in the report; default the one of this process.
+        command: the command line to print in the report (default: the command line of this process).
 
     Returns:
         the content of results.json.
@@ -99,24 +99,30 @@ def compare(
     _announce(corpus, text, protocol, models)
     measured, pairs = runner.run()
     results = _results(measured, pairs, runner, corpus, settings, command or _command_line())
+    _publish(results, runner, out, overwrite)
+    return results
+
+
+def _publish(results: Comparison, runner: Runner, out: Path, overwrite: bool) -> None:
+    """Write the report on the first process, while the others wait."""
+    accelerator = runner.accelerator
     if accelerator is None or accelerator.is_main_process:
         with publishing(out, overwrite=overwrite) as folder:
             write_report(results, folder)
         runner.saved.clear()
     if accelerator is not None:
         accelerator.wait_for_everyone()
-    return results
 
 
 def _task_settings(settings: EvalSettings, source: ComparedModel) -> TaskSettings:
-    """Leave the tasks out for encoder-decoders; :func:`fit_protocol` warns of that."""
+    """Leave the tasks out for encoder-decoders, of which :func:`fit_protocol` warns."""
     names = () if source.is_encoder_decoder else tuple(settings.tasks)
     return TaskSettings(names, settings.shots, settings.task_limit, settings.batch)
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """Everything that saved numbers depend on; numbers saved under another identity are not used."""
+    """Everything that saved numbers depend on. Numbers saved under another identity are not used."""
 
     source_scores: dict[str, Any]
     measurements: dict[str, Any]

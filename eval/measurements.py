@@ -81,7 +81,7 @@ def pool_source_runs(runs: Sequence[ModelMeasurements]) -> ModelMeasurements:
 
 
 def model_result(measured: ModelMeasurements) -> ModelResult:
-    """Summarise one model; :func:`headfold.eval.vs_source.against_source` adds its comparison with the source."""
+    """Summarise one model by itself. ``vs_source.py`` adds its comparison with the source."""
     model, parts = measured.model, measured.scores.per_document()
     nats, tokens = measured.document_nats, float_array(part.tokens for part in parts)
     return ModelResult(

@@ -92,7 +92,7 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def _short_names(folders: Sequence[Path], specs: Sequence[str]) -> list[str]:
-    """Name each model by its folder; where two folders have one name, by the path as given."""
+    """Name each model by its folder, or by the path as given where two folders have one name."""
     if len(set(specs)) < len(specs):
         raise UsageError("A checkpoint is named twice.", "Name the source once, then each model to compare with it.")
     short = [

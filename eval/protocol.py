@@ -34,7 +34,7 @@ class EvalProtocol:
         limit: tokens that all the models were made for, None where no config says.
         vocab: ids that all distributions are over, None for all that the models have.
         memory: bytes of the device to serve from, None where the user named none.
-        targets: what encoder-decoders write; None for models without an encoder.
+        targets: what encoder-decoders write (None for models without an encoder).
     """
 
     device: torch.device
@@ -156,7 +156,7 @@ def _needle_settings(settings: EvalSettings, limit: int | None) -> NeedleSetting
 
 
 def _decode_settings(settings: EvalSettings, limit: int | None, device: torch.device) -> DecodeSettings:
-    """Shorten prompts so that the new tokens fit within the limit; prompts that become equal are timed once."""
+    """Shorten prompts so that the new tokens fit within the limit. Prompts that become equal are timed once."""
     default = _CPU_CONTEXTS if device.type == "cpu" else _CONTEXTS
     new_tokens = settings.new_tokens if limit is None else max(1, min(settings.new_tokens, limit // 2))
     longest = None if limit is None else limit - new_tokens

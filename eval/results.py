@@ -1,8 +1,9 @@
-"""The typed content of results.json: every number of a comparison, with its interval and its protocol.
+"""Define the content of results.json: every number of a comparison, with its interval and its protocol.
 
-A number that was not measured is null, a list of such numbers is empty. To add a column to the report, add its field
-here, fill it where it is measured (``measurements.py`` for one model, ``vs_source.py`` for a model beside its source),
-and add its row in ``report/table.py``.
+A number that was not measured is null, and a list of such numbers is empty.
+
+To add a column to the report, add its field here, fill it where it is measured (``measurements.py`` for one model,
+``vs_source.py`` for a model beside its source), and add its row in ``report/table.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ResultRecord(BaseModel):
 
 
 class ReportedEstimate(ResultRecord):
-    """A value and its 95 % interval; low and high are null where there is only one document."""
+    """A value and its 95 % interval. Low and high are null where there is only one document."""
 
     value: float | None
     low: float | None
@@ -72,8 +73,8 @@ class ServingCapacity(ResultRecord):
     """Sequences that fit into a device's memory beside the weights.
 
     Attributes:
-        batches: one entry per context; a batch of 0 means that not even the weights fit.
-        tokens: longest single sequence that fits; null where the cache stops growing before the memory is full.
+        batches: one entry per context. A batch of 0 means that not even the weights fit.
+        tokens: longest single sequence that fits (null where the cache stops growing before the memory is full).
     """
 
     memory_bytes: int
@@ -93,7 +94,7 @@ class DecodeResult(ResultRecord):
 
 
 class RetrievalResult(ResultRecord):
-    """Nats per token that a hidden passage saves, for one length of text; lists go by depth."""
+    """Nats per token that a hidden passage saves, for one length of text. Lists go by depth."""
 
     length: int
     gain_nats: ReportedEstimate
@@ -120,7 +121,7 @@ class RecoveryPoint(ResultRecord):
 
 
 class SpeedRatio(ResultRecord):
-    """Speed divided by the source's speed at one context and batch; above 1 is faster."""
+    """Speed divided by the source's speed at one context and batch. Above 1 is faster."""
 
     context: int
     batch: int
@@ -146,7 +147,7 @@ class ContextBin(ResultRecord):
 
 
 class DocumentChange(ResultRecord):
-    """Perplexity of both models on one document; null where it is beyond any float."""
+    """Perplexity of both models on one document (null where it is beyond any float)."""
 
     name: str
     tokens: int
@@ -215,11 +216,11 @@ class ModelResult(ResultRecord):
     Attributes:
         path: the folder or hub id as the user gave it.
         nll_nats: summed negative log-likelihood of each document.
-        cache_bytes_per_token: measured on the cache; for an encoder-decoder, per token that its decoder writes.
+        cache_bytes_per_token: measured on the cache (for an encoder-decoder, per token that its decoder writes).
         cross_cache_bytes_per_token: for an encoder-decoder, per token that its encoder reads.
         cache_formula_bytes: the same as computed from config.json, null where it does not say.
         recovery: held-out perplexity during uptraining.
-        against_source: null for the source itself; the file then lacks the key.
+        against_source: null for the source itself, where the file lacks the key.
     """
 
     name: str
@@ -336,7 +337,7 @@ class SweepRow:
 
     Attributes:
         method: the merging method, or ``source``.
-        perplexity, low, high: with its 95 % interval over documents; low and high are None for a single document.
+        perplexity, low, high: with its 95 % interval over documents (low and high are None for a single document).
         seconds: duration of the conversion without calibration.
     """
 
@@ -355,7 +356,7 @@ class SweepRow:
 
 
 class SweepResults(ResultRecord):
-    """The typed content of sweep.json; ``details`` say how the rows were measured."""
+    """The typed content of sweep.json. ``details`` say how the rows were measured."""
 
     details: dict[str, Any]
     rows: list[SweepRow]
@@ -367,7 +368,7 @@ class Comparison(ResultRecord):
     Attributes:
         schema_version: ``schema`` in the file.
         settings: the user's settings, see :class:`headfold.eval.settings.EvalSettings`.
-        sweep: curve of a sweep that ``headfold report`` merged in; the file lacks the key without one.
+        sweep: curve of a sweep that ``headfold report`` merged in. The file lacks the key without one.
     """
 
     schema_version: int = Field(alias="schema")

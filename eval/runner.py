@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _WEIGHTS_SHARE = 0.6
-"""Share of the free memory for the weights of models measured together; activations and caches need the rest."""
+"""Share of the free memory for the weights of models measured together. Activations and caches need the rest."""
 _UNKNOWN_LIMIT = 4096
 """Context to compute capacity for where no config states a limit."""
 
@@ -43,7 +43,7 @@ class Runner:
 
     Attributes:
         saved: measurements of an earlier try, and those of this one.
-        passages: passages to retrieve; the same for all models.
+        passages: passages to retrieve, the same for all models.
         tasks: settings of the tasks, and what :func:`.measures.tasks.find_tasks` found.
         cache: where the source's scores may be stored.
         attention: the attention implementation that the models ran with.
@@ -81,7 +81,9 @@ class Runner:
     def _find_cached(self) -> CachedSource | None:
         if self.cache is None or len(self.models) < 2:
             return None
-        found: CachedSource | None = self.saved.shared(self.cache.find(self.text.documents) if self._first() else None)
+        found: CachedSource | None = self.saved.broadcast(
+            self.cache.find(self.text.documents) if self._first() else None
+        )
         return found
 
     def _groups(self) -> list[list[int]]:
@@ -141,7 +143,7 @@ class Runner:
         ]
 
     def _name(self, kind: str, number: int) -> str:
-        """Name a measurement of one group; without the source it has fewer rows, so it gets another name."""
+        """Name a measurement of one group. Without the source it has fewer rows, so it gets another name."""
         return f"{'without-source-' if self.source_from_cache else ''}{kind}-{number}"
 
     def _first(self) -> bool:
@@ -212,7 +214,7 @@ class Runner:
         )
 
     def _capacity(self, model: ComparedModel, cache: CacheSize) -> ServingCapacity | None:
-        """Compute what fits; weights and cache are of the dtype that the checkpoint is stored in, as a server's."""
+        """Compute what fits. Weights and cache are of the dtype that the checkpoint is stored in, as a server's."""
         if self.protocol.memory is None or model.is_encoder_decoder:
             return None
         shrink = model.checkpoint.element_bytes / self.protocol.dtype.itemsize

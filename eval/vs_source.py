@@ -97,7 +97,7 @@ def _histogram(values_N: np.ndarray[Any, Any]) -> KlHistogram:
 
 
 def _speed_ratios(pair: ModelPair) -> list[SpeedRatio]:
-    """Divide speeds, one entry per context and batch; none where the source was not timed beside the model."""
+    """Divide speeds, one entry per context and batch (none where the source was not timed beside the model)."""
     if not pair.source.decode:
         return []
     return [_speed_ratio(*times) for times in zip(pair.source.decode, pair.other.decode, strict=True)]

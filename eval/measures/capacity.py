@@ -12,7 +12,7 @@ from ...libraries.torch_internals import LiveTensors
 from ..results import CapacityBatch, ServingCapacity
 
 SHARE = 0.9
-"""Share of a device's memory for weights and cache; activations and the allocator need the rest."""
+"""Share of a device's memory for weights and cache. Activations and the allocator need the rest."""
 _ENDLESS = 10**12
 """A number of tokens that only a cache with a sliding window in every layer can hold."""
 
@@ -35,7 +35,7 @@ def peak_bytes(device: torch.device, compute: Callable[[], Any]) -> int:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of a model's KV cache; lists have one entry per layer with a cache.
+    """Size of a model's KV cache. Lists have one entry per layer with a cache.
 
     Attributes:
         layer_bytes: growth per token of one sequence.
@@ -72,7 +72,7 @@ def capacity(memory: int, weights: int, cache: CacheSize, contexts: Sequence[int
 
 
 def _longest(free: float, cache: CacheSize) -> int | None:
-    """Find the largest context whose cache fits; a layer with a sliding window stops growing once it is full."""
+    """Find the largest context whose cache fits. A layer with a sliding window stops growing once it is full."""
     if cache.total(_ENDLESS) <= free:
         return None
     low, high = 0, _ENDLESS

@@ -27,14 +27,14 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; low and high are None for a single document, which cannot be resampled."""
+    """A value and its 95 % interval. Low and high are None for a single document, which cannot be resampled."""
 
     value: float
     low: float | None
     high: float | None
 
     def map(self, function: Callable[[float], float]) -> Estimate:
-        """Put the estimate on another scale; ``function`` must increase."""
+        """Put the estimate on another scale by an increasing function."""
         if self.low is None or self.high is None:
             return Estimate(function(self.value), None, None)
         return Estimate(function(self.value), function(self.low), function(self.high))
@@ -53,7 +53,7 @@ def ratio_estimate(numerators: Array, denominators: Array) -> Estimate:
 
     Args:
         numerators: one sum per document, e.g. nats.
-        denominators: the matching weights, e.g. tokens; their sum over any draw must not be zero.
+        denominators: the matching weights, such as tokens. Their sum over any draw must not be zero.
     """
     value = float(numerators.sum() / denominators.sum())
     if len(numerators) < 2:

@@ -27,7 +27,7 @@ class DecodeSettings:
     """Settings of the timing, which covers every pair of a context and a batch.
 
     Attributes:
-        contexts: prompt tokens; for an encoder-decoder the tokens that its encoder reads.
+        contexts: prompt tokens (for an encoder-decoder, tokens that its encoder reads).
         batches: sequences decoded side by side.
         new_tokens: tokens decoded after the first.
         repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them. 0 measures
@@ -47,7 +47,7 @@ class DecodeSettings:
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Timings of one model at one context and batch; lists of seconds have one entry per repeat.
+    """Timings of one model at one context and batch. Lists of seconds have one entry per repeat.
 
     Attributes:
         peak_bytes: the model's weights, and the most that prompt and decoding hold beside them.
@@ -67,7 +67,7 @@ class DecodeTimes:
 
 
 def measure_cache(model: Any) -> CacheSize:
-    """Measure the KV cache from its tensors at two lengths; for an encoder-decoder, by tokens that it writes.
+    """Measure the KV cache from its tensors at two lengths; an encoder-decoder's by tokens that it writes.
 
     Raises:
         UnsupportedError: the model has no cache of keys and values.
@@ -82,7 +82,7 @@ def measure_cache(model: Any) -> CacheSize:
 
 
 def measure_cross_cache(model: Any) -> CacheSize | None:
-    """Measure the cache of an encoder-decoder by tokens that it reads; None for other models."""
+    """Measure the cache of an encoder-decoder by tokens that it reads (None for other models)."""
     if not is_encoder_decoder(model):
         return None
     with evaluation_mode(model):
@@ -162,7 +162,7 @@ def _prompt(model: Any, ids_BT: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """Run one step; gives the logits of the last position (B, V) and the cache.
+    """Run one step and return the logits of the last position (B, V) and the cache.
 
     Args:
         inputs: from :func:`_prompt`.
@@ -178,7 +178,7 @@ def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> 
 
 
 def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[list[DecodeTimes]]:
-    """Time greedy decoding with a KV cache, at every context and batch; gives one list per model.
+    """Time greedy decoding with a KV cache at every context and batch, and return one list per model.
 
     Each model first runs once untimed, which warms it up and measures its memory. Then the models take turns.
     """
@@ -200,13 +200,13 @@ def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[li
 
 
 def _weight_bytes(model: Any) -> int:
-    """Count parameters and buffers in memory; tied ones count once."""
+    """Count parameters and buffers in memory. Tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
 
 
 def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple[float, float]:
-    """Decode once; gives the seconds to the first token, and the seconds of the ``new_tokens`` after it."""
+    """Decode once and return the seconds to the first token, and the seconds of the ``new_tokens`` after it."""
     prompt_BT = _some_ids(model, context, batch)
     clock = _clock(model.device)
     with evaluation_mode(model):

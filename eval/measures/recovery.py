@@ -19,7 +19,7 @@ def recovered_share(source_nats: Array, converted_nats: Array, uptrained_nats: A
             per model, the logarithm of its perplexity.
 
     Returns:
-        1 where the source is reached; None where the conversion lost nothing.
+        1 where the source is reached, None where the conversion lost nothing.
     """
     lost_nats = converted_nats - source_nats
     if lost_nats.sum() <= 0:
@@ -36,7 +36,7 @@ def reported_recovery(
 
 
 def read_recovery(folder: Path) -> list[RecoveryPoint]:
-    """Read the trainer's held-out perplexities in order of tokens; empty where the folder was not uptrained."""
+    """Read the trainer's held-out perplexities in order of tokens (empty where the folder was not uptrained)."""
     file = folder / METRICS_NAME
     if not file.is_file():
         return []

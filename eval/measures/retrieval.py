@@ -31,7 +31,7 @@ NEEDLE = CUE + ANSWER
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 _MOST_TOKENS = 2048
-"""Longest text by default; longer ones take minutes per model, so the user must name them."""
+"""Longest text by default. Longer ones take minutes per model, so the user must name them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NeedleSettings:
     """Settings of the hidden passages.
 
     Attributes:
-        passages: needles for each length; each is hidden at every depth.
+        passages: needles for each length, each hidden at every depth.
         lengths: tokens of the whole sequence.
         depths: 0 is the beginning of the text, 1 right before the repetition.
     """
@@ -59,7 +59,7 @@ class HiddenPassage:
 
 @dataclass(frozen=True)
 class RetrievalScores:
-    """Scores of one model on the passages of one length; both lists are of shape (W, depths).
+    """Scores of one model on the passages of one length. Both lists are of shape (W, depths).
 
     Attributes:
         gain_nats: nats per answer token that the needle saves, compared with the same text without it.
@@ -86,7 +86,7 @@ def drop_long_texts(settings: NeedleSettings, limit: int | None) -> NeedleSettin
 
 
 def hide_passages(documents: Sequence[ScoredDocument], settings: NeedleSettings) -> list[HiddenPassage]:
-    """Draw passages and the text around them from the scored text; lengths that it is too short for are left out."""
+    """Draw passages and the text around them from the scored text. Lengths that it is too short for are left out."""
     stream = [token for document in documents for token in document.ids[1:]]
     bos = [documents[0].ids[0]] if documents[0].bos else []
     draw = random.Random(SEED)
@@ -119,7 +119,7 @@ def score_retrieval(
     """Score all hidden passages with one model.
 
     Args:
-        passages: from :func:`hide_passages`; the same for every model of a comparison.
+        passages: from :func:`hide_passages`, the same for every model of a comparison.
         vocab: rank among the first ids only.
     """
     lengths = sorted({one.length for one in passages})

@@ -22,7 +22,7 @@ class TaskSettings:
 
     Attributes:
         tasks: names that lm-eval knows, or YAML files and folders of the user.
-        shots: examples before each question; None for the task's own number.
+        shots: examples before each question (None for the task's own number).
         limit: questions per task, None for all.
         batch_size: questions in one forward pass.
     """
@@ -38,7 +38,7 @@ class TaskAnswers:
     """One measure of one task for one model.
 
     Attributes:
-        values: one per question, in the task's order; the measure is their mean.
+        values: one per question, in the task's order. The measure is their mean.
     """
 
     task: str
@@ -58,7 +58,7 @@ def require_harness() -> None:
 
 
 def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:
-    """Find the tasks; gives lm-eval's task manager and their names, which for local tasks stand in their files.
+    """Find the tasks, local ones by their files, and return lm-eval's task manager and the names.
 
     Raises:
         UsageError: lm-eval is not installed, or does not know a task.
@@ -176,7 +176,7 @@ def _rows(task: str, samples: Sequence[dict[str, Any]], results: Any) -> list[Ta
 
 
 def _numbers(samples: Sequence[dict[str, Any]], measure: str) -> list[float]:
-    """List the measure of every question; empty where it is not a finite number for all of them."""
+    """List the measure of every question (empty where it is not a finite number for all of them)."""
     values = [sample.get(measure) for sample in samples]
     plain = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
     return plain if len(plain) == len(values) else []

@@ -60,7 +60,7 @@ class Plot:
 
 
 def styles(models: Sequence[ModelResult]) -> list[dict[str, Any]]:
-    """Choose colour and marker of each model by its role; models of one role differ by their dashes."""
+    """Choose colour and marker of each model by its role. Models of one role differ by their dashes."""
     seen: dict[str, int] = {}
     found = []
     for model in models:

@@ -33,7 +33,7 @@ class TableRow:
 
 
 def number(value: float | None) -> str:
-    """Show four significant digits below a thousand: 28.71, 244.3, 12,345; a dash for a missing number."""
+    """Show four significant digits below a thousand: 28.71, 244.3, 12,345 (a dash for a missing number)."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 1000:
@@ -62,7 +62,7 @@ def probability(share: float) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """1.031 → '+3.1 %'; from tenfold on as a factor: '1,278×'."""
+    """1.031 → '+3.1 %', and from tenfold on a factor: '1,278×'."""
     if ratio is None:
         return "–"
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{100 * (ratio - 1):+,.1f} %".replace("-", "−")
@@ -87,7 +87,7 @@ def count(amount: float) -> str:
 
 
 def with_interval(estimate: ReportedEstimate | None, show: Callable[[float | None], str]) -> Cell:
-    """Show an estimate with its interval below; a dash where it was not measured."""
+    """Show an estimate with its interval below, or a dash where it was not measured."""
     if estimate is None:
         return Cell("–")
     if estimate.low is None or estimate.high is None:

@@ -20,7 +20,7 @@ def read_and_merge(paths: Sequence[Path]) -> Comparison:
     """Read the results of one or several comparisons as one.
 
     Args:
-        paths: results.json files or their folders; folders of a sweep add their curve.
+        paths: results.json files or their folders. Folders of a sweep add their curve.
 
     Raises:
         UsageError: a path does not exist, or the comparisons differ in source, text or protocol.
@@ -41,7 +41,7 @@ def read_and_merge(paths: Sequence[Path]) -> Comparison:
 
 
 def _merged(first: Comparison, second: Comparison, first_path: Path, second_path: Path) -> Comparison:
-    """Put together the models of both; a model that is in both has the second's numbers."""
+    """Put together the models of both. A model that is in both has the second's numbers."""
     _refuse_unlike(first, second, first_path, second_path)
     again = {model.digest for model in second.others}
     earlier = [model for model in first.others if model.digest not in again]

@@ -15,7 +15,7 @@ def write_cards(results: Comparison) -> list[Path]:
     """Write the README.md of every model but the source that headfold made, with its numbers beside the source's.
 
     Returns:
-        the folders whose card was written; others are left alone with a warning.
+        the folders whose card was written. Others are left alone with a warning.
     """
     written = []
     for place, model in enumerate(results.others, start=1):

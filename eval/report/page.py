@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template. Text is escaped, since names of models and documents may hold markup; a plot's SVG is not."""
+    """Fill a template. Text is escaped, since names of models and documents may hold markup. A plot's SVG is not."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

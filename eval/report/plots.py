@@ -1,4 +1,4 @@
-"""Draw the report's plots, each from the results; None where there is nothing to draw."""
+"""Draw the report's plots. Each function takes the results and returns None where there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def recovery_plot(results: Comparison) -> Plot | None:
 
 
 def context_plot(results: Comparison) -> Plot | None:
-    """Draw perplexity against the source by tokens of context; None where windows are too short."""
+    """Draw perplexity against the source by tokens of context (None where windows are too short)."""
     pairs = [
         (model, style, model.against_source.by_context) for model, style in _styled(results) if model.against_source
     ]
@@ -194,7 +194,7 @@ def _largest_batch(results: Comparison) -> int:
 def _over_contexts(
     results: Comparison, quantity: str, draw: Callable[[Any, ModelResult, Sequence[DecodeResult], dict[str, Any]], str]
 ) -> tuple[Any, list[str]] | None:
-    """Draw a quantity of decoding at the largest batch over the context; None with fewer than two contexts.
+    """Draw a quantity of decoding at the largest batch over the context (None with fewer than two contexts).
 
     Args:
         quantity: of the vertical axis.
@@ -257,7 +257,7 @@ def memory_plot(results: Comparison) -> Plot | None:
 
 
 def groups_plot(results: Comparison) -> Plot | None:
-    """Draw time per token against the number of KV heads (Ainslie et al. 2023, figure 6); None below three numbers."""
+    """Draw time per token against the number of KV heads (Ainslie et al. 2023, figure 6), if three models differ."""
     last = [(max(model.kv_heads), model.decode[-1]) for model in results.models if model.decode]
     by_heads = dict(sorted(last, key=lambda pair: pair[0]))
     if len(by_heads) < 3:

@@ -115,7 +115,7 @@ def read_sweep(folder: Path) -> SweepResults:
 
 
 def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:
-    """Read the rows of an earlier sweep in this folder, to continue it; empty where there is none.
+    """Read the rows of an earlier sweep in this folder, to continue it (empty where there is none).
 
     Raises:
         UsageError: the folder holds a sweep that was measured with other settings, or a file that is not a sweep.

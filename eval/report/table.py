@@ -62,7 +62,7 @@ def _row(label: str, note: str, models: Sequence[ModelResult], cell: Callable[[M
 
 
 def _paired(label: str, note: str, models: Sequence[ModelResult], cell: Callable[[AgainstSource], Cell]) -> TableRow:
-    """Build a row of numbers against the source; the source itself has a dash."""
+    """Build a row of numbers against the source. The source itself has a dash."""
     pairs = [model.against_source for model in models]
     return TableRow(label, note, [Cell("–") if pair is None else cell(pair) for pair in pairs])
 
@@ -137,7 +137,7 @@ def _smaller(ratio: float | None) -> str:
 
 
 def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
-    """Show what fits into memory; models that were merged in may have been measured for another size of memory."""
+    """Show what fits into memory. Models that were merged in may have been measured for another size of memory."""
     first = next((model.capacity for model in models if model.capacity), None)
     if first is None:
         return []
@@ -155,7 +155,7 @@ def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
 
 
 def _shown_points(model: ModelResult) -> list[tuple[int, int]]:
-    """Choose the largest context with each batch; the page shows the rest."""
+    """Choose the largest context with each batch. The page shows the rest."""
     longest = max((row.context for row in model.decode), default=0)
     return [(row.context, row.batch) for row in model.decode if row.context == longest]
 

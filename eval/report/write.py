@@ -63,7 +63,7 @@ def _escaped(cell: str) -> str:
 
 
 def html(results: Comparison) -> str:
-    """Write one page with its style and plots inside; it loads nothing."""
+    """Write one page with its style and plots inside. It loads nothing."""
     pair = results.last.against_source
     return render(
         "report.html",

@@ -23,7 +23,7 @@ class WindowBatch:
     """Windows of near-equal length, padded on the right.
 
     Attributes:
-        ids_BT: token ids; padding is id 0, on the right, where no scored token can see it.
+        ids_BT: token ids. Padding is id 0 on the right, where no scored token can see it.
         mask_BT: 1 on real tokens, or None when nothing is padded.
         rows_N, columns_N: position of the logits of each scored token, one before the token itself.
         targets_N: the scored token ids.

@@ -20,7 +20,7 @@ _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings
 
 
 def choose_device(name: str) -> torch.device:
-    """Find the device; ``auto`` takes the accelerator of this machine, else the CPU.
+    """Find the device. ``auto`` takes the accelerator of this machine, else the CPU.
 
     Raises:
         UsageError: this machine has no such device.
@@ -39,7 +39,7 @@ def choose_dtype(name: str, source_config: Any, device: torch.device) -> torch.d
     """Choose one dtype for all models.
 
     Args:
-        name: ``auto`` takes the dtype of the source's weights; on a CPU, where half precision is slow, float32.
+        name: ``auto`` takes the dtype of the source's weights, but float32 on a CPU, where half precision is slow.
 
     Raises:
         UsageError: an unknown dtype.
@@ -55,7 +55,7 @@ def choose_dtype(name: str, source_config: Any, device: torch.device) -> torch.d
 def position_limit(config: Any, tokenizer: Any) -> int | None:
     """Find the number of tokens that the model was made for, None where neither config nor tokenizer says.
 
-    Families name this setting differently; the smallest of the limits stated is taken.
+    Families name this setting differently, so the smallest of the limits stated is taken.
     """
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in _LIMITS]

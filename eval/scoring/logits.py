@@ -49,7 +49,7 @@ class SlicedLogits:
 
         Args:
             vocab: cut to the first ids.
-            size: tokens of a slice; default as many as ``logits_bytes`` allow.
+            size: tokens of a slice (default as many as ``logits_bytes`` allow).
 
         Raises:
             DataError: a token id is outside the model's vocabulary.
@@ -66,7 +66,7 @@ class SlicedLogits:
         return max(1, self._logits_bytes // (4 * (vocab or self._embeddings)))
 
     def states(self, batch: AnyBatch) -> Tensor:
-        """Run the model up to its head; gives hidden states (N, C), or logits (N, V) of a model that is run whole."""
+        """Run the model up to its head and return hidden states (N, C); of a model that is run whole, logits (N, V)."""
         if batch.highest >= self._embeddings:
             raise DataError(
                 f"The text holds token id {batch.highest}, but the model has {self._embeddings} embeddings.",
@@ -113,7 +113,7 @@ def _separable(model: nn.Module, backbone: Backbone) -> bool:
 
 
 def _head(model: nn.Module, backbone: Backbone, hidden_1NC: Tensor) -> Tensor:
-    """Run the model's own head on hidden states; gives logits (1, N, V)."""
+    """Run the model's own head on hidden states and return logits (1, N, V)."""
     with backbone.answering(hidden_1NC) as inputs:
         logits_1NV: Tensor = model(**inputs, use_cache=False).logits
     return logits_1NV

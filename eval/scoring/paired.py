@@ -33,11 +33,11 @@ class SourceScores:
 
 @dataclass(frozen=True)
 class PairScores:
-    """Scores of two models on the same tokens; lists hold one array per document.
+    """Scores of two models on the same tokens. Lists hold one array per document.
 
     Attributes:
         same_top_N: True where both rank the same token first.
-        kl_N: KL(source ‖ other) of the next-token distributions in nats; None where the source was not run.
+        kl_N: KL(source ‖ other) of the next-token distributions in nats (None where the source was not run).
     """
 
     source: Scores
@@ -60,7 +60,7 @@ def score_with_source(
     Args:
         source: the model, run once for all the others, or its scores of an earlier run.
         others: without any, the source is scored alone.
-        vocab: required where the vocabularies are padded to different sizes; all distributions are then over the first
+        vocab: required where the vocabularies are padded to different sizes. All distributions are then over the first
             ``vocab`` ids.
         name: of this measurement, for ``loop.saved``.
 

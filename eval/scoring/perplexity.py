@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def exponential(nats: float) -> float:
-    """Compute exp; infinity where it is beyond any float, since the nats of a broken model may be that many."""
+    """Compute exp (infinity where it is beyond any float, since the nats of a broken model may be that many)."""
     try:
         return math.exp(nats)
     except OverflowError:
@@ -54,7 +54,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
-        """Compute bits per byte, which is comparable across tokenizers; infinite for text of zero bytes."""
+        """Compute bits per byte, which is comparable across tokenizers (infinite for text of zero bytes)."""
         return self.nll_nats / math.log(2) / self.utf8_bytes if self.utf8_bytes else math.inf
 
 
@@ -98,11 +98,11 @@ def score(
     at once. The result does not depend on the order of the windows or on the number of processes.
 
     Args:
-        model: a language model in train or eval mode; its mode is restored.
+        model: a language model in train or eval mode, which is restored.
         window, stride: see :func:`headfold.eval.scoring.windows.make_windows`.
         batch_size: windows in one forward pass.
-        vocab: score over the first ``vocab`` ids only; default all.
-        accelerator: its processes share the windows and each gets the whole result; None for a single process.
+        vocab: score over the first ``vocab`` ids only (default all).
+        accelerator: its processes share the windows and each gets the whole result (None for a single process).
 
     Raises:
         UsageError: window, stride or batch size out of range.
@@ -122,7 +122,7 @@ def score(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode without gradients; each module gets its own mode back afterwards."""
+    """Switch to eval mode without gradients. Each module gets its own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Join the processes of ``accelerate launch``; accelerate owns devices and process groups."""
+"""Join the processes of ``accelerate launch``, which owns devices and process groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def process_count() -> int:
 
 
 def join_processes(device: str) -> Accelerator | None:
-    """Join the run's other processes; None where this one is alone.
+    """Join the run's other processes (None where this one is alone).
 
     Args:
-        device: ``cpu``; anything else means the accelerator that the launcher gives each process.
+        device: ``cpu``. Anything else means the accelerator that the launcher gives each process.
     """
     if process_count() < 2:
         return None

@@ -28,7 +28,7 @@ class SavedMeasurements:
 
     Args:
         out: the comparison's output folder.
-        identity: all that the numbers depend on; measurements saved under another identity are deleted.
+        identity: all that the numbers depend on. Measurements saved under another identity are deleted.
         accelerator: of the processes that share the work, None for a single one.
 
     Raises:
@@ -56,10 +56,10 @@ class SavedMeasurements:
         self._work.begin()
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Measure on the first process, unless an earlier try has done so; gives JSON values to every process."""
-        return self.shared(self._read_or_measure(name, measure) if self._rank == 0 else None)
+        """Measure on the first process unless an earlier try has done so, and return JSON values on every process."""
+        return self.broadcast(self._read_or_measure(name, measure) if self._rank == 0 else None)
 
-    def shared(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Send the first process's value to every process."""
         if self._accelerator is None:
             return value
@@ -83,7 +83,7 @@ class SavedMeasurements:
                 with np.load(file) as found:
                     values[:, found["places"]] = found["values"]
                     done |= found["done"]
-        shared: Scored = self.shared((values, done))
+        shared: Scored = self.broadcast((values, done))
         return shared
 
     def save_scores(

@@ -33,7 +33,7 @@ class ScoreLoop:
     Attributes:
         window, stride: see :func:`headfold.eval.scoring.windows.make_windows`.
         batch_size: windows in one forward pass.
-        accelerator: its processes share the batches and each gets the whole result; None for a single process.
+        accelerator: its processes share the batches and each gets the whole result (None for a single process).
         saved: where values are saved as they are computed, so that a run that was stopped can continue.
     """
 
@@ -147,7 +147,7 @@ class _SaveTimer:
         self._began = self._last = time.monotonic()
 
     def due(self) -> bool:
-        """Count one more batch; true where enough time has passed since it was last true."""
+        """Count one more batch, and tell whether enough time has passed since the last save."""
         self._done += 1
         now = time.monotonic()
         if now - self._last < self.EVERY_SECONDS:

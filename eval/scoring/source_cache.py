@@ -37,7 +37,7 @@ class SourceCache:
     """Holds one entry per source, text and protocol.
 
     Args:
-        folder: holds the entries; made when the first one is stored.
+        folder: holds the entries, and is made when the first one is stored.
         identity: all that the source's scores depend on.
     """
 
@@ -46,7 +46,7 @@ class SourceCache:
         self._file = folder / f"source-{key}.npz"
 
     def find(self, documents: Sequence[ScoredDocument]) -> CachedSource | None:
-        """Read the entry for these documents; None where there is none, or none that can be read."""
+        """Read the entry for these documents (None where there is none, or none that can be read)."""
         if not self._file.is_file():
             return None
         try:

@@ -34,7 +34,7 @@ class TargetSettings:
 
     Attributes:
         longest: most tokens of a source.
-        from_column: the targets come from a column; else spans are cut out of the text.
+        from_column: the targets come from a column, else spans are cut out of the text.
         noise_density, mean_span: of span corruption.
     """
 
@@ -53,7 +53,7 @@ class TargetSettings:
 
 @dataclass(frozen=True)
 class TargetDocument:
-    """One document as pairs; it offers the :class:`.windows.ScoredDocument` interface.
+    """One document as pairs. It offers the :class:`.windows.ScoredDocument` interface.
 
     Attributes:
         name: the document's name in its corpus.
@@ -68,7 +68,7 @@ class TargetDocument:
 
     @property
     def ids(self) -> list[int]:
-        """Join all targets; the first id is a filler, since the first id of a text is context only."""
+        """Join all targets. The first id is a filler, since the first id of a text is context only."""
         return [self.pairs[0].target[-1], *(token for pair in self.pairs for token in pair.target)]
 
     @property
@@ -87,7 +87,7 @@ class TargetDocument:
         return "".join(f"{','.join(map(str, pair.source))}>{','.join(map(str, pair.target))}|" for pair in self.pairs)
 
     def windows(self, document: int, window: int, step: int) -> list[TargetWindow]:
-        """Make one window per pair, whatever the window size; ``document`` is this document's index."""
+        """Make one window per pair, whatever the window size. ``document`` is this document's index."""
         made, first = [], 1
         for pair in self.pairs:
             stop = first + len(pair.target)
@@ -98,7 +98,7 @@ class TargetDocument:
 
 @dataclass(frozen=True)
 class TargetWindow(Window):
-    """A pair; ``stop - start`` counts the tokens of both of its sides, so that sorting by length still works."""
+    """A pair. ``stop - start`` counts the tokens of both of its sides, so that sorting by length still works."""
 
     pair: Pair = field(repr=False, default=Pair([], []))
 
@@ -134,7 +134,7 @@ class TargetBatch:
 
 
 def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -> TargetBatch:
-    """Make one batch of these pairs; ``places`` are the indices of each one's scored tokens among all."""
+    """Make one batch of these pairs. ``places`` are the indices of each one's scored tokens among all."""
     ids_BS, mask_BS, labels_BT = padded([made.pair for made in windows], 0)
     rows_N, columns_N = (labels_BT != IGNORED).nonzero(as_tuple=True)
     return TargetBatch(
@@ -145,7 +145,7 @@ def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -
 def target_text(
     tokenizer: Any, documents: Iterable[Document], targets: TargetSettings, *, max_tokens: int | None
 ) -> TokenText:
-    """Read whole documents in order until there are ``max_tokens`` target tokens; the last pair is whole.
+    """Read whole documents in order until there are ``max_tokens`` target tokens. The last pair is whole.
 
     Args:
         tokenizer: a transformers tokenizer. No token is added to it.
@@ -154,7 +154,7 @@ def target_text(
         DataError: no document gives a target. UnsupportedError: no sentinels. UsageError: blocks too small or large.
     """
     pairs_of = _pairs_from_columns(tokenizer, targets) if targets.from_column else _pairs_from_spans(tokenizer, targets)
-    kept: list[TargetDocument] = []
+    found: list[TargetDocument] = []
     skipped, scored, truncated = 0, 0, False
     digest = hashlib.sha256()
     for document in documents:
@@ -166,18 +166,18 @@ def target_text(
         if not taken:
             skipped += 1
             continue
-        kept.append(TargetDocument(document.name, taken))
-        scored += kept[-1].scored
+        found.append(TargetDocument(document.name, taken))
+        scored += found[-1].scored
         truncated = len(taken) < len(pairs)
         if max_tokens is not None and scored >= max_tokens:
             break
-    if not kept:
+    if not found:
         raise DataError("The text holds no target to score.", "Give a document of at least two tokens.")
-    return TokenText(kept, skipped, truncated, False, digest.hexdigest())
+    return TokenText(found, skipped, truncated, False, digest.hexdigest())
 
 
 def _up_to(pairs: Sequence[Pair], tokens: int | None) -> list[Pair]:
-    """Take the first pairs whose targets have this many tokens; the last one is whole."""
+    """Take the first pairs whose targets have this many tokens. The last one is whole."""
     taken: list[Pair] = []
     for pair in pairs:
         if tokens is not None and tokens <= 0:
@@ -188,7 +188,7 @@ def _up_to(pairs: Sequence[Pair], tokens: int | None) -> list[Pair]:
 
 
 def _pairs_from_columns(tokenizer: Any, targets: TargetSettings) -> Callable[[Document], list[Pair]]:
-    """Make one pair of each record; none where either side is empty."""
+    """Make one pair of each record (none where either side is empty)."""
     encode = PairEncoder(tokenizer, targets.longest)
 
     def pairs_of(document: Document) -> list[Pair]:
@@ -199,7 +199,7 @@ def _pairs_from_columns(tokenizer: Any, targets: TargetSettings) -> Callable[[Do
 
 
 def _pairs_from_spans(tokenizer: Any, targets: TargetSettings) -> Callable[[Document], list[Pair]]:
-    """Cut a document into blocks and corrupt each; its spans depend on the document's name and the block's number."""
+    """Cut a document into blocks and corrupt each. Its spans depend on the document's name and the block's number."""
     corrupt = SpanCorruption.of(tokenizer, targets.noise_density, targets.mean_span)
     size = corrupt.tokens_for(targets.longest)
 

@@ -20,7 +20,7 @@ class TokenDocument:
 
     Attributes:
         name: the document's name in its corpus.
-        ids: token ids; the first is context only, so ``len(ids) - 1`` tokens are scored.
+        ids: token ids. The first is context only, so ``len(ids) - 1`` tokens are scored.
         utf8_bytes: bytes of the text that the scored tokens stand for.
         bos: ``ids[0]`` is the beginning-of-sequence token, which every window of the document then starts with.
     """
@@ -46,7 +46,7 @@ class TokenDocument:
         return ",".join(map(str, self.ids)) + ";"
 
     def windows(self, document: int, window: int, step: int) -> list[Window]:
-        """Make this document's part of :func:`make_windows`; ``document`` is its index."""
+        """Make this document's part of :func:`make_windows`. ``document`` is its index."""
         return list(_cut(document, len(self.ids), window, step))
 
 
@@ -98,7 +98,7 @@ class TokenText:
 
     @property
     def ids_sha256(self) -> str:
-        """Hash all token ids and document borders; two models that score the same tokens have equal hashes."""
+        """Hash all token ids and document borders. Two models that score the same tokens have equal hashes."""
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.fingerprint.encode())
@@ -121,7 +121,7 @@ class Window:
     first_scored: int
 
     def ids(self, documents: Sequence[ScoredDocument]) -> list[int]:
-        """List the window's token ids; in documents that begin with BOS, BOS replaces the first one."""
+        """List the window's token ids. In documents that begin with BOS, BOS replaces the first one."""
         document = documents[self.document]
         ids = document.ids[self.start : self.stop]
         # the first id is context only, so replacing it changes no scored token
@@ -131,14 +131,14 @@ class Window:
 def tokenize_documents(
     tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None
 ) -> Sequence[ScoredDocument]:
-    """Call :func:`tokenize_text` with the tokenizer's own BOS policy; gives the documents only."""
+    """Call :func:`tokenize_text` with the tokenizer's own BOS policy and return the documents only."""
     return tokenize_text(tokenizer, documents, max_tokens=max_tokens).documents
 
 
 def tokenize_text(
     tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None, bos: bool | None = None
 ) -> TokenText:
-    """Tokenize whole documents in order until there are ``max_tokens`` tokens to score; the last one is cut there.
+    """Tokenize whole documents in order until there are ``max_tokens`` tokens to score. The last one is cut there.
 
     Args:
         tokenizer: a transformers tokenizer. No token is added to it.
@@ -153,7 +153,7 @@ def tokenize_text(
         raise UsageError(f"The number of tokens to score is {max_tokens}.", "Give at least 1.")
     if bos and tokenizer.bos_token_id is None:
         raise UsageError("--bos needs a BOS token, but the tokenizer has none.", "Leave --bos out.")
-    kept: list[TokenDocument] = []
+    scored_documents: list[TokenDocument] = []
     skipped, left, truncated = 0, max_tokens, False
     digest = hashlib.sha256()
     for document in documents:
@@ -164,21 +164,23 @@ def tokenize_text(
         if tokens is None:
             skipped += 1
             continue
-        kept.append(tokens)
+        scored_documents.append(tokens)
         truncated = truncated or cut
         if left is not None:
             left -= tokens.scored
             if left == 0:
                 break
-    if not kept:
+    if not scored_documents:
         raise DataError("The text holds no token to score.", "Give a document of at least two tokens.")
-    return TokenText(kept, skipped, truncated, any(document.bos for document in kept), digest.hexdigest())
+    return TokenText(
+        scored_documents, skipped, truncated, any(document.bos for document in scored_documents), digest.hexdigest()
+    )
 
 
 def _tokenize(
     tokenizer: Any, document: Document, limit: int | None, bos: bool | None
 ) -> tuple[TokenDocument | None, bool]:
-    """Tokenize one document; gives None when there is nothing to score, and whether it was cut."""
+    """Tokenize one document (None when there is nothing to score), and tell whether it was cut."""
     if not document.text.strip():
         return None, False
     encoding = tokenizer(
@@ -250,7 +252,7 @@ def make_windows(documents: Sequence[ScoredDocument], window: int, stride: int |
 
 
 def _cut(index: int, length: int, window: int, step: int) -> Iterator[Window]:
-    """Cut one document; the last window is moved back so that it is full."""
+    """Cut one document. The last window is moved back so that it is full."""
     scored, stop = 1, min(window, length)
     while scored < length:
         yield Window(index, max(0, stop - window), stop, scored)

@@ -82,7 +82,7 @@ def test_the_same_spans_for_every_try_and_other_ones_for_another_document(tiny_t
 
 @pytest.fixture(scope="module")
 def compared(tiny_t5, words_file, tmp_path_factory):
-    """A T5 beside one with other weights; asked for all that has no meaning, too."""
+    """A T5 beside one with other weights, with settings that encoder-decoders have no use for."""
     folder = tmp_path_factory.mktemp("compared")
     model = load_language_model(tiny_t5)
     torch.manual_seed(1)
@@ -131,11 +131,11 @@ def test_a_pair_is_compared_with_pairs_alone(tiny_t5, tiny_checkpoint, words_fil
     settings = EvalSettings(data=str(words_file), tokens=50, **QUICK)
     with pytest.raises(UsageError, match="encoder-decoder and the other is not"):
         compare(str(tiny_t5), [str(tiny_checkpoint)], out=tmp_path / "report", settings=settings)
-    asked = EvalSettings(data=str(pairs_file), source_column="input", target_column="answer.back", **QUICK)
+    with_columns = EvalSettings(data=str(pairs_file), source_column="input", target_column="answer.back", **QUICK)
     with pytest.raises(UsageError, match="no encoder"):
-        compare(str(tiny_checkpoint), [], out=tmp_path / "report", settings=asked)
+        compare(str(tiny_checkpoint), [], out=tmp_path / "report", settings=with_columns)
     with pytest.raises(UsageError, match="would change nothing"):
-        compare(str(tiny_t5), [], out=tmp_path / "report", settings=asked.model_copy(update={"mean_span": 2.0}))
+        compare(str(tiny_t5), [], out=tmp_path / "report", settings=with_columns.model_copy(update={"mean_span": 2.0}))
     assert not list(tmp_path.iterdir())
 
 

@@ -185,7 +185,7 @@ class Page(HTMLParser):
         super().__init__()
         self.fetched: list[str] = []
         self.ids: list[str] = []
-        self.spoken: list[str] = []
+        self.alt_texts: list[str] = []
         self.text = ""
         self.open: list[str] = []
         self.feed(page)
@@ -195,7 +195,7 @@ class Page(HTMLParser):
         self.fetched += [named[key] for key in ("src", "href", "data", "poster", "action") if named.get(key)]
         self.ids += [named["id"]] if "id" in named else []
         if named.get("role") == "img":
-            self.spoken.append(named["aria-label"])
+            self.alt_texts.append(named["aria-label"])
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -215,8 +215,8 @@ def test_page_is_whole_and_loads_nothing(results):
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
     assert len(set(parsed.ids)) == len(parsed.ids)
     assert {target[1:] for target in parsed.fetched} <= set(parsed.ids)
-    assert len(parsed.spoken) == PLOTS
-    assert "28.71" in parsed.spoken[0]
+    assert len(parsed.alt_texts) == PLOTS
+    assert "28.71" in parsed.alt_texts[0]
     assert "prefers-color-scheme: dark" in page
     assert "viewport" in page
 
@@ -308,15 +308,15 @@ def test_rebuild_gives_the_same_files(results, tmp_path):
 def test_results_that_cannot_be_read(tmp_path, content):
     with pytest.raises(UsageError):
         read_results(tmp_path / "nowhere")
-    wrong = {
-        "not valid JSON": "{",
-        "does not hold the results": "[]",
-        "not hold the results": json.dumps({"kind": "other"}),
-        "has schema 99, this headfold reads 2": json.dumps({**content, "schema": 99}),
-        "documents: Field required": json.dumps({key: found for key, found in content.items() if key != "documents"}),
-        "xyzzy: Extra inputs": json.dumps({**content, "xyzzy": 1}),
-    }
-    for message, text in wrong.items():
+    without_documents = {key: found for key, found in content.items() if key != "documents"}
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[]", "does not hold the results"),
+        (json.dumps({"kind": "other"}), "does not hold the results"),
+        (json.dumps({**content, "schema": 99}), "has schema 99, this headfold reads 2"),
+        (json.dumps(without_documents), "documents: Field required"),
+        (json.dumps({**content, "xyzzy": 1}), "xyzzy: Extra inputs"),
+    ):
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(DataError, match=message):
             read_results(tmp_path)

@@ -50,7 +50,7 @@ def test_the_source_is_not_run_twice(run, models, tmp_path):
     for name in ("perplexity_ratio", "same_top_token", "by_context", "worst_documents", "needle", "cache_ratio"):
         assert getattr(after, name) == getattr(before, name), name
     assert before.kl_nats is not None
-    assert after.kl_nats is None  # the source's whole distributions are not kept
+    assert after.kl_nats is None  # the source's whole distributions are not cached
     assert after.speedup == []
     assert len(again.models[1].decode) == 1
     assert "no KL and no speed" in html(again)
