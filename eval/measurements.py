@@ -1,20 +1,27 @@
-"""Hold what was measured of each model, and summarise one model's own numbers as results."""
+"""Measure each model by itself, and summarise its numbers as results.
+
+A new measure of one model goes into :class:`OwnMeasurements`, :func:`measure_alone` and :func:`model_result`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from ..console import info
 from .measures.capacity import CacheSize
 from .measures.intervals import Array, Estimate, float_array, mean_estimate, ratio_estimate
-from .measures.kv_cache import DecodeTimes
+from .measures.kv_cache import DecodeTimes, measure_cache, measure_cross_cache
 from .measures.recovery import read_recovery
-from .measures.retrieval import RetrievalScores, mean_gains
-from .measures.tasks import TaskAnswers
+from .measures.retrieval import HiddenPassage, RetrievalScores, mean_gains, score_retrieval
+from .measures.tasks import TaskAnswers, TaskSettings, answer_tasks
 from .models import ComparedModel
+from .protocol import EvalProtocol
 from .results import (
     SOURCE,
     DecodeResult,
@@ -30,26 +37,69 @@ from .scoring.perplexity import Scores, exponential
 
 
 @dataclass(frozen=True)
-class ModelMeasurements:
-    """Everything measured of one model by itself.
+class OwnMeasurements:
+    """Measurements of a loaded model that need no other model. They are saved, so they consist of JSON values.
 
     Attributes:
         cache: of an encoder-decoder, the cache of the tokens that its decoder writes.
         cross_cache: of an encoder-decoder, the cache of the tokens that its encoder reads.
+    """
+
+    parameters: int
+    cache: CacheSize
+    cross_cache: CacheSize | None
+    retrieval: list[RetrievalScores]
+    tasks: list[TaskAnswers]
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> OwnMeasurements:
+        """Restore measurements that were saved as ``dataclasses.asdict`` gives them."""
+        return TypeAdapter(cls).validate_python(content)
+
+
+def measure_alone(
+    model: ComparedModel,
+    loaded: Any,
+    protocol: EvalProtocol,
+    passages: Sequence[HiddenPassage],
+    tasks: tuple[TaskSettings, tuple[Any, list[str]]] | None,
+) -> OwnMeasurements:
+    """Measure what needs no other model.
+
+    Args:
+        loaded: the model with its weights.
+        tasks: settings of the tasks, and the result of :func:`.measures.tasks.find_tasks`.
+    """
+    retrieval = score_retrieval(loaded, passages, batch_size=protocol.batch_size, vocab=protocol.vocab)
+    answers = []
+    if tasks is not None:
+        info(f"{model.name} answers {', '.join(tasks[1][1])}")
+        answers = answer_tasks(loaded, model.tokenizer(), *tasks)
+    return OwnMeasurements(
+        parameters=sum(parameter.numel() for parameter in loaded.parameters()),
+        cache=measure_cache(loaded),
+        cross_cache=measure_cross_cache(loaded),
+        retrieval=retrieval,
+        tasks=answers,
+    )
+
+
+@dataclass(frozen=True)
+class ModelMeasurements:
+    """Everything measured of one model.
+
+    Attributes:
         formula_bytes: KV cache per token as computed from the config, None where it does not say.
         capacity: what fits into a given memory, None where the user named none.
+        decode: empty where decoding was not timed.
     """
 
     model: ComparedModel
-    parameters: int
     scores: Scores
-    cache: CacheSize
-    cross_cache: CacheSize | None = None
-    formula_bytes: float | None = None
-    capacity: ServingCapacity | None = None
-    decode: list[DecodeTimes] = field(default_factory=list)
-    retrieval: list[RetrievalScores] = field(default_factory=list)
-    tasks: list[TaskAnswers] = field(default_factory=list)
+    own: OwnMeasurements
+    formula_bytes: float | None
+    capacity: ServingCapacity | None
+    decode: list[DecodeTimes]
 
     @property
     def document_nats(self) -> Array:
@@ -82,7 +132,7 @@ def pool_source_runs(runs: Sequence[ModelMeasurements]) -> ModelMeasurements:
 
 def model_result(measured: ModelMeasurements) -> ModelResult:
     """Summarise one model by itself. ``vs_source.py`` adds its comparison with the source."""
-    model, parts = measured.model, measured.scores.per_document()
+    model, own, parts = measured.model, measured.own, measured.scores.per_document()
     nats, tokens = measured.document_nats, float_array(part.tokens for part in parts)
     return ModelResult(
         name=model.name,
@@ -90,20 +140,20 @@ def model_result(measured: ModelMeasurements) -> ModelResult:
         path=model.spec,
         digest=model.checkpoint.digest(),
         model_type=model.config.model_type,
-        parameters=measured.parameters,
+        parameters=own.parameters,
         weight_bytes=model.checkpoint.weight_bytes,
         query_heads=getattr(model.config.get_text_config(), "num_attention_heads", None),
-        kv_heads=sorted(set(measured.cache.kv_heads)),
+        kv_heads=sorted(set(own.cache.kv_heads)),
         perplexity=ratio_estimate(nats, tokens).map(exponential).reported(),
         bits_per_byte=_bits_per_byte(nats, float_array(part.utf8_bytes for part in parts)),
         nll_nats=nats.tolist(),
-        cache_bytes_per_token=measured.cache.bytes_per_token,
-        cross_cache_bytes_per_token=None if measured.cross_cache is None else measured.cross_cache.bytes_per_token,
+        cache_bytes_per_token=own.cache.bytes_per_token,
+        cross_cache_bytes_per_token=None if own.cross_cache is None else own.cross_cache.bytes_per_token,
         cache_formula_bytes=measured.formula_bytes,
         capacity=measured.capacity,
         decode=[_decode_result(times) for times in measured.decode],
-        needle=[_retrieval_result(found) for found in measured.retrieval],
-        tasks=[_task_result(found) for found in measured.tasks],
+        needle=[_retrieval_result(found) for found in own.retrieval],
+        tasks=[_task_result(found) for found in own.tasks],
         # the source may hold the metrics of its own pretraining, during which nothing was recovered
         recovery=[] if model.role == SOURCE else read_recovery(model.folder),
     )

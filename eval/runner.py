@@ -13,11 +13,11 @@ import torch
 
 from ..console import info
 from ..errors import CheckpointError
-from .measurements import ModelMeasurements, ModelPair, pool_source_runs
+from .measurements import ModelMeasurements, ModelPair, OwnMeasurements, measure_alone, pool_source_runs
 from .measures.capacity import CacheSize, capacity
-from .measures.kv_cache import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
-from .measures.retrieval import HiddenPassage, RetrievalScores, score_retrieval
-from .measures.tasks import TaskAnswers, TaskSettings, answer_tasks
+from .measures.kv_cache import DecodeTimes, cache_formula, measure_decoding
+from .measures.retrieval import HiddenPassage
+from .measures.tasks import TaskSettings
 from .models import ComparedModel
 from .protocol import EvalProtocol
 from .results import ServingCapacity
@@ -131,15 +131,15 @@ class Runner:
         source = self.models[0]
         both = [*([] if loaded_source is None else [(source, loaded_source)]), *zip(group, loaded, strict=True)]
         times = self._time(number, [model for _, model in both])
-        facts = [self._measure_alone(model, weights) for model, weights in both]
+        alone = [self._measure_alone(model, weights) for model, weights in both]
         if cached is not None:
-            facts, times = [cached.facts, *facts], [[], *times]
-        run = self._measurements(source, facts[0], known.scores, times[0])
+            alone, times = [cached.alone, *alone], [[], *times]
+        run = self._measurements(source, alone[0], known.scores, times[0])
         if cached is None and self.cache is not None and self._first():
-            self.cache.store(known, facts[0])
-        rows = zip(group, facts[1:], scores, times[1:], strict=True)
+            self.cache.store(known, alone[0])
+        rows = zip(group, alone[1:], scores, times[1:], strict=True)
         return run, [
-            ModelPair(run, self._measurements(model, fact, pair.other, took), pair) for model, fact, pair, took in rows
+            ModelPair(run, self._measurements(model, one, pair.other, took), pair) for model, one, pair, took in rows
         ]
 
     def _name(self, kind: str, number: int) -> str:
@@ -170,47 +170,30 @@ class Runner:
         return [[DecodeTimes(**row) for row in rows] for rows in saved]
 
     def _measure_alone(self, model: ComparedModel, loaded: Any) -> dict[str, Any]:
-        """Measure what needs no other model, as JSON values."""
+        """Measure what needs no other model, and save it as JSON values."""
 
         def measure() -> dict[str, Any]:
-            protocol = self.protocol
-            found = score_retrieval(loaded, self.passages, batch_size=protocol.batch_size, vocab=protocol.vocab)
-            answers = []
-            if self.tasks is not None:
-                info(f"{model.name} answers {', '.join(self.tasks[1][1])}")
-                answers = answer_tasks(loaded, model.tokenizer(), *self.tasks)
-            cross = measure_cross_cache(loaded)
-            return {
-                "parameters": sum(parameter.numel() for parameter in loaded.parameters()),
-                "cache": asdict(measure_cache(loaded)),
-                "cross_cache": None if cross is None else asdict(cross),
-                "retrieval": [asdict(one) for one in found],
-                "tasks": [asdict(one) for one in answers],
-            }
+            return asdict(measure_alone(model, loaded, self.protocol, self.passages, self.tasks))
 
-        facts: dict[str, Any] = self.saved.once(f"facts-{self.models.index(model)}", measure)
-        return facts
+        found: dict[str, Any] = self.saved.once(f"alone-{self.models.index(model)}", measure)
+        return found
 
     def _measurements(
-        self, model: ComparedModel, facts: dict[str, Any], scores: Scores, decode: list[DecodeTimes]
+        self, model: ComparedModel, alone: dict[str, Any], scores: Scores, decode: list[DecodeTimes]
     ) -> ModelMeasurements:
         if not math.isfinite(scores.total().nll_nats):
             raise CheckpointError(
                 f"{model.name} gives logits that are not finite numbers on this text.",
                 "Try --dtype float32; if that does not help, its weights are broken.",
             )
-        cache, cross = CacheSize(**facts["cache"]), facts["cross_cache"]
+        own = OwnMeasurements.from_json(alone)
         return ModelMeasurements(
             model=model,
-            parameters=facts["parameters"],
             scores=scores,
-            cache=cache,
-            cross_cache=None if cross is None else CacheSize(**cross),
+            own=own,
             formula_bytes=cache_formula(model.config, self.protocol.dtype.itemsize),
-            capacity=self._capacity(model, cache),
+            capacity=self._capacity(model, own.cache),
             decode=decode,
-            retrieval=[RetrievalScores(**one) for one in facts["retrieval"]],
-            tasks=[TaskAnswers(**one) for one in facts["tasks"]],
         )
 
     def _capacity(self, model: ComparedModel, cache: CacheSize) -> ServingCapacity | None:

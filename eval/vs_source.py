@@ -61,10 +61,10 @@ def against_source(
         kl_percentiles=None if all_kl is None else _percentiles(all_kl),
         kl_histogram=None if all_kl is None else _histogram(all_kl),
         same_top_token=ratio_estimate(_sums(pair.scores.same_top_N), tokens).reported(),
-        cache_ratio=pair.source.cache.bytes_per_token / pair.other.cache.bytes_per_token,
+        cache_ratio=pair.source.own.cache.bytes_per_token / pair.other.own.cache.bytes_per_token,
         cross_cache_ratio=_cross_cache_ratio(pair),
         speedup=_speed_ratios(pair),
-        by_context=[] if pair.source.cross_cache else _by_context(pair.scores, window, stride),
+        by_context=[] if pair.source.own.cross_cache else _by_context(pair.scores, window, stride),
         worst_documents=_worst_documents(pair.scores),
         worst_tokens=_worst_tokens(pair.scores, decode),
         needle=_retrieval_changes(pair),
@@ -74,7 +74,7 @@ def against_source(
 
 
 def _cross_cache_ratio(pair: ModelPair) -> float | None:
-    before, after = pair.source.cross_cache, pair.other.cross_cache
+    before, after = pair.source.own.cross_cache, pair.other.own.cross_cache
     return None if before is None or after is None else before.bytes_per_token / after.bytes_per_token
 
 
@@ -195,7 +195,7 @@ def _retrieval_changes(pair: ModelPair) -> list[RetrievalChange]:
             length=before.length,
             gain_difference_nats=mean_estimate(mean_gains(after) - mean_gains(before)).reported(),
         )
-        for before, after in zip(pair.source.retrieval, pair.other.retrieval, strict=True)
+        for before, after in zip(pair.source.own.retrieval, pair.other.own.retrieval, strict=True)
     ]
 
 
@@ -207,7 +207,7 @@ def _task_changes(pair: ModelPair) -> list[TaskChange]:
             measure=before.measure,
             difference=mean_estimate(float_array(after.values) - float_array(before.values)).reported(),
         )
-        for before, after in zip(pair.source.tasks, pair.other.tasks, strict=True)
+        for before, after in zip(pair.source.own.tasks, pair.other.own.tasks, strict=True)
     ]
 
 

@@ -27,10 +27,10 @@ from .windows import ScoredDocument
 
 @dataclass(frozen=True)
 class CachedSource:
-    """Scores of the source, and its other measurements (JSON values)."""
+    """Scores of the source, and the measurements that need no other model (JSON values)."""
 
     scores: SourceScores
-    facts: dict[str, Any]
+    alone: dict[str, Any]
 
 
 class SourceCache:
@@ -52,7 +52,7 @@ class SourceCache:
         try:
             with np.load(self._file) as found:
                 rows = [split_by_document(found[name], documents) for name in ("nats", "top")]
-                facts: dict[str, Any] = json.loads(str(found["facts"]))
+                alone: dict[str, Any] = json.loads(str(found["alone"]))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
             warn(f"{self._file} cannot be read ({problem}), so the source is measured again.")
             return None
@@ -60,11 +60,11 @@ class SourceCache:
             warn(f"{self._file} is cut short, so the source is measured again.")
             return None
         info(f"The source's scores come from {self._file}; the source itself is not run.")
-        return CachedSource(SourceScores(Scores(documents, rows[0]), rows[1]), facts)
+        return CachedSource(SourceScores(Scores(documents, rows[0]), rows[1]), alone)
 
-    def store(self, source: SourceScores, facts: dict[str, Any]) -> None:
+    def store(self, source: SourceScores, alone: dict[str, Any]) -> None:
         """Store an entry, whole or not at all."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         nats, top = np.concatenate(list(source.scores.nll_N)), np.concatenate(list(source.top_N))
         with writing_whole(self._file) as temporary:
-            np.savez(temporary, nats=nats, top=top, facts=np.array(json.dumps(facts)))
+            np.savez(temporary, nats=nats, top=top, alone=np.array(json.dumps(alone)))
