@@ -13,7 +13,8 @@ from ..convert.run import plan_conversion, run_plan
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
-from ..eval.report.write import print_report, read_results
+from ..eval.report.write import print_report
+from ..eval.results import read_results
 from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget

@@ -27,7 +27,7 @@ from ..eval.measures.kv_cache import measure_cache
 from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
-from ..eval.scoring.targets import Asking, target_text
+from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_documents
 from .settings import SweepSettings
 
@@ -86,7 +86,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
 def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
     """Cut the text into documents; for an encoder-decoder, into pairs by span corruption."""
     if is_seq2seq(resolved_config(source.config)):
-        return target_text(tokenizer, corpus, Asking(settings.window), max_tokens=settings.tokens).documents
+        return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
 
