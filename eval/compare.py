@@ -48,10 +48,10 @@ _SAVED_FORMAT = 2
 
 
 def compare(
-    source: str,
-    others: Sequence[str],
+    source: str | Path,
+    others: Sequence[str | Path],
     *,
-    out: Path,
+    out: str | Path,
     settings: EvalSettings | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -76,9 +76,9 @@ def compare(
         CheckpointError: a checkpoint that is damaged or lacks weights, or whose logits are not finite.
         DataError: no text to score.
     """
-    settings = settings or EvalSettings()
+    settings, out = settings or EvalSettings(), Path(out)
     refuse_occupied(out, overwrite)
-    models = open_models(source, others, trust_remote_code)
+    models = open_models(str(source), [str(other) for other in others], trust_remote_code)
     for model in models:
         refuse_overlap(model.folder, out)
     tasks = _task_settings(settings, models[0])

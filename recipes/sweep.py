@@ -34,7 +34,7 @@ from .settings import SweepSettings
 SOURCE, REFINED = "source", "+refine"
 
 
-def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
+def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> Path:
     """Measure every method at every number of groups. A sweep that was stopped continues.
 
     Methods that cannot convert this checkpoint are left out with a warning. Converted checkpoints are deleted.
@@ -45,6 +45,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     Raises:
         UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
+    checkpoint, out = str(checkpoint), Path(out)
     for method in settings.methods:
         if method.removesuffix(REFINED) not in METHODS:
             raise UsageError(
