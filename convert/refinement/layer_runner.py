@@ -56,6 +56,7 @@ class DecoderLayer:
 
     def attended(self, states_BTC: Tensor) -> Tensor:
         """Run the layer as far as the output of its attention module."""
+        # An exception is the only way to leave a forward pass of any class early.
         handle = self.attention_module.register_forward_hook(_stop_with_output)
         try:
             self(states_BTC)
