@@ -88,7 +88,7 @@ def searched_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, 
     from a good partition by pairwise costs; the number of costs computed is proportional to the number of heads.
     """
     estimate = _pairwise(heads, cost)
-    # The start by pairs can end in a worse optimum; starting from neighbours as well, the result is never worse than they.
+    # The start by pairs can end in a worse optimum, so the search starts from neighbours as well.
     neighbours = [set(group) for group in contiguous_groups(heads, heads // members)]
     by_pairs = _swapped([set(group) for group in neighbours], estimate, estimate, checks=heads**3)
     candidates = [_swapped(start, cost, estimate, _CHECKS_PER_HEAD * heads) for start in (neighbours, by_pairs)]
