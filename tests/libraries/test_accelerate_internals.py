@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, disk_offload
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
@@ -88,3 +88,19 @@ def test_saves_of_tied_weights_are_quiet(accelerator, tmp_path, caplog):
     internals.quiet_about_tied_weights()
     accelerator.save_model(model, tmp_path / "quiet")
     assert caplog.text == ""
+
+
+def test_weights_on_disk_are_in_memory_for_a_while(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)).bfloat16()
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with internals.weights_in_memory(model) as dtypes:
+        found = list(model.parameters())
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert set(dtypes) == set(found)
+        assert set(dtypes.values()) == {torch.bfloat16}
+        assert torch.equal(model(torch.ones(1, 2).bfloat16()), model(torch.ones(1, 2).bfloat16()))
+        assert not any(parameter.is_meta for parameter in model.parameters()), "a call does not drop them"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model(torch.ones(1, 2).bfloat16())  # accelerate reads them again by itself
