@@ -87,7 +87,11 @@ OWN_TYPES: dict[str, OwnModelType] = {
             "headfold_t5", _BOTH, "HeadfoldT5Config", "HeadfoldT5ForConditionalGeneration", "AutoModelForSeq2SeqLM"
         ),
         OwnModelType(
-            "headfold_bart", _BOTH, "HeadfoldBartConfig", "HeadfoldBartForConditionalGeneration", "AutoModelForSeq2SeqLM"
+            "headfold_bart",
+            _BOTH,
+            "HeadfoldBartConfig",
+            "HeadfoldBartForConditionalGeneration",
+            "AutoModelForSeq2SeqLM",
         ),
         OwnModelType(
             "headfold_decoder",

@@ -7,8 +7,8 @@ the scores, scores are not scaled) and in BART (Lewis et al. 2019). mBART, Maria
 BART: where norms stand, and how positions are told apart. Parameters have the names that those models give them.
 
 Letters of shapes: B sequences, T tokens that queries come from, S tokens that keys come from (of the encoder in
-cross-attention; the same sequence in self-attention, cached tokens included), C hidden width, H query heads, G KV heads,
-D head dim, V vocabulary.
+cross-attention; of the same sequence, cached tokens included, in self-attention), C hidden width, H query heads,
+G KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoder of our own: what a user of its file relies on, beside the routes that tests/convert tries."""
+"""The decoder of our own, as a user of its file relies on it. tests/convert tries the routes that lead to it."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_padding_changes_nothing_and_a_position_does(kind: str) -> None:
     model = small(kind)
     mask_BT = torch.ones_like(IDS_BT)
     mask_BT[:, :4] = 0
-    places = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
+    positions = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
     alone = logits(model, input_ids=IDS_BT[:, 4:])
-    assert torch.allclose(logits(model, attention_mask=mask_BT, **places)[:, 4:], alone, atol=1e-5)
+    assert torch.allclose(logits(model, attention_mask=mask_BT, **positions)[:, 4:], alone, atol=1e-5)
     bare = logits(model, attention_mask=mask_BT)[:, 4:]
     counts_padding = kind in ("gpt2", "gpt_neo")  # as their sources do where no positions are given
     assert torch.allclose(bare, alone, atol=1e-5) is not counts_padding
@@ -218,7 +218,7 @@ def test_what_is_said_of_the_file_is_its_name() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])
-def test_heads_with_slopes_do_not_change_places(model_type: str, tmp_path: Path) -> None:
+def test_heads_with_slopes_do_not_change_positions(model_type: str, tmp_path: Path) -> None:
     tiny_model(model_type).save_pretrained(tmp_path / "m")
     with pytest.raises(UnsupportedError, match="ALiBi"):
         plan_conversion(tmp_path / "m", groups=2, method="folded", grouping="similarity")

@@ -130,7 +130,7 @@ def test_all_heads_kept_gives_the_source_s_logits_and_text(made: Made, tmp_path:
     assert greedy(own) == greedy(made.native)
 
 
-def test_gq060_t5_with_equal_heads_and_the_plain_class(tmp_path: Path) -> None:
+def test_t5_with_equal_heads_and_the_plain_class(tmp_path: Path) -> None:
     """8 heads of width 8: decoder merged, logits and cached text the source's; the plain class does not take it."""
     tiny_pair("t5", d_model=64, d_kv=8, num_heads=8).save_pretrained(tmp_path / "source")
     tensors = load_file(tmp_path / "source" / "model.safetensors")

@@ -99,7 +99,7 @@ def test_equal_heads_merge_exactly(route: str, method: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("route", ["pythia", "redpajama", "gptj", "gpt2-two", "bloom", "mpt"])
-def test_gq048_control_heads_equal_in_the_wrong_order_do_not(route: str, tmp_path: Path) -> None:
+def test_control_heads_equal_in_the_wrong_order_do_not(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route, tile=True)
     assert difference(model, load_language_model(_convert(model, route, tmp_path)).eval()) > 1e-2
 
@@ -176,7 +176,7 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(route: str, tmp
     assert written[0][0][-1] == 7
 
 
-def test_gq042_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
+def test_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
     out = _convert(with_equal_heads("falcon-rw"), "falcon-rw", tmp_path)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "source", out))
     assert after == {**before, "multi_query": True}

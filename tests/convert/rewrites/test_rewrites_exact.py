@@ -143,7 +143,7 @@ def _all_q_then_all_k(rows: torch.Tensor, *counts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "codegen"])
-def test_gq041_control_a_flat_split_of_fused_rows_is_noticed(
+def test_control_a_flat_split_of_fused_rows_is_noticed(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(model_type)
@@ -213,7 +213,7 @@ def test_shards_keep_their_borders_and_old_buffers_are_left_out(tmp_path: Path) 
     assert difference(model, load_language_model(out).eval()) < 1e-5
 
 
-def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
+def test_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     source = save(model, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
