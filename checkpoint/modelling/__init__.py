@@ -79,16 +79,20 @@ class OwnModelType:
         return getattr(found, self.config_class), getattr(found, self.model_class)
 
 
-_BOTH = "modeling_headfold_encoder_decoder"
+_ENCODER_DECODER = "modeling_headfold_encoder_decoder"
 OWN_TYPES: dict[str, OwnModelType] = {
     own.model_type: own
     for own in (
         OwnModelType(
-            "headfold_t5", _BOTH, "HeadfoldT5Config", "HeadfoldT5ForConditionalGeneration", "AutoModelForSeq2SeqLM"
+            "headfold_t5",
+            _ENCODER_DECODER,
+            "HeadfoldT5Config",
+            "HeadfoldT5ForConditionalGeneration",
+            "AutoModelForSeq2SeqLM",
         ),
         OwnModelType(
             "headfold_bart",
-            _BOTH,
+            _ENCODER_DECODER,
             "HeadfoldBartConfig",
             "HeadfoldBartForConditionalGeneration",
             "AutoModelForSeq2SeqLM",

@@ -419,8 +419,8 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
             cache=past_key_values if cache is None else cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(found.last_hidden_state[:, kept])
+        scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(found.last_hidden_state[:, scored])
         loss = None
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}

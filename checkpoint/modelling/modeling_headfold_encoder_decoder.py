@@ -264,7 +264,7 @@ class HeadfoldEncoderDecoderStack(nn.Module):
         if encoder_hidden_states is not None and encoder_attention_mask is not None:
             require_columns(encoder_attention_mask, encoder_hidden_states.shape[1])
             memory_bias = mask_bias(encoder_attention_mask[:, None, None], states.dtype)
-        kept, bias = [states], None
+        seen, bias = [states], None
         owns: list[Any] = []
         acrosses: list[Any] = []
         for layer in getattr(self, self.LAYERS):
@@ -275,10 +275,10 @@ class HeadfoldEncoderDecoderStack(nn.Module):
                 states, bias, own, across = self._gradient_checkpointing_func(layer.__call__, *arguments)
             else:
                 states, bias, own, across = layer(*arguments)
-            kept, owns, acrosses = [*kept, states] if keep else kept, [*owns, own], [*acrosses, across]
+            seen, owns, acrosses = [*seen, states] if keep else seen, [*owns, own], [*acrosses, across]
         states = self._finished(states)
         shown: dict[str, Any] = {"last_hidden_state": states}
-        shown["hidden_states"] = (*kept[:-1], states) if keep else None
+        shown["hidden_states"] = (*seen[:-1], states) if keep else None
         shown["attentions"] = tuple(owns) if weights else None
         if not self.config.is_decoder:
             return BaseModelOutput(**shown)
@@ -897,14 +897,16 @@ class HeadfoldBartStack(HeadfoldEncoderDecoderStack, HeadfoldBartPreTrainedModel
         past = 0 if cache is None else cache.self_attention_cache.get_seq_length()
         position_BT = (torch.arange(embeds.shape[1], device=embeds.device) + past).expand(embeds.shape[:2])
         if self.config.positions == "table":
-            told = self.embed_positions(position_BT)
+            position_BTC = self.embed_positions(position_BT)
         elif self.config.positions == "waves":
-            told = sinusoids(position_BT, embeds.shape[-1], False)
+            position_BTC = sinusoids(position_BT, embeds.shape[-1], False)
         else:
             pad = self.config.pad_token_id
             real_BT = torch.ones_like(position_BT) if ids is None else ids.ne(pad).long()
-            told = sinusoids((real_BT.cumsum(1) + past) * real_BT + pad, embeds.shape[-1], True) * real_BT[..., None]
-        states = embeds + told.to(embeds)
+            position_BTC = (
+                sinusoids((real_BT.cumsum(1) + past) * real_BT + pad, embeds.shape[-1], True) * real_BT[..., None]
+            )
+        states = embeds + position_BTC.to(embeds)
         states = self.layernorm_embedding(states) if self.config.embedding_norm else states
         return F.dropout(states, self.config.dropout, self.training)
 
