@@ -109,7 +109,7 @@ def _how_it_loads(model_type: str) -> str:
     if own is None:
         return "It loads like any checkpoint of its type; nothing else needs to be installed."
     return (
-        f"Its model class is in `{own.file_name}` beside the weights, so load it with "
+        "Its model class is in a file beside the weights, which `auto_map` in config.json names. Load it with "
         f"`{own.auto_class}.from_pretrained(…, trust_remote_code=True)`; nothing else needs to be installed."
     )
 

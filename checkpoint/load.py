@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, first_line
-from .modelling import OwnType, admit, is_ours, own_type
+from .modelling import OwnModelType, is_ours, own_type, register_own_code
 
 
 def load_language_model(
@@ -92,23 +92,25 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise _cannot_load(folder, problem) from problem
 
 
-def _brought(folder: str | Path, trust_remote_code: bool) -> OwnType | None:
+def _brought(folder: str | Path, trust_remote_code: bool) -> OwnModelType | None:
     """The type of our own whose code the checkpoint brings in another form, where that may run; else get ready for it.
 
     Once a type is registered, the Auto classes run this package's code in place of the checkpoint's.
     """
     config = _config_json(folder)
     own = own_type(config)
-    if own is not None and trust_remote_code and not is_ours(own, Path(folder)):
+    if own is not None and trust_remote_code and not is_ours(own, config, Path(folder)):
         return own
-    admit(config, Path(folder))
+    register_own_code(config, Path(folder))
     return None
 
 
-def _brought_class(own: OwnType, auto_class: str, folder: str | Path) -> Any:
+def _brought_class(own: OwnModelType, auto_class: str, folder: str | Path) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(own.auto_map[auto_class], str(folder))
+    # an earlier version of headfold gave the file another name, so config.json is asked first
+    named = {**own.auto_map, **(_config_json(folder).get("auto_map") or {})}
+    return get_class_from_dynamic_module(named[auto_class], str(folder))
 
 
 def _config_json(folder: str | Path) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
     from transformers import AutoTokenizer
 
     if not trust_remote_code:
-        admit(_config_json(folder), Path(folder))
+        register_own_code(_config_json(folder), Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as problem:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from ..checkpoint.modelling import admit
+from ..checkpoint.modelling import register_own_code
 from ..checkpoint.source import Checkpoint
 from ..checkpoint.weights import safetensors_name
 from ..checkpoint.write import OutFile, OutTensor, resharded
@@ -181,7 +181,7 @@ def make_plan(source: Checkpoint, settings: ConvertSettings) -> Plan:
     """
     groups, method = settings.groups, settings.resolved_method
     refuse_quantised(source)
-    admit(source.config, source.folder)
+    register_own_code(source.config, source.folder)
     source = as_own(rewritten(source, groups))
     family = find_family(source, groups, encoder=settings.encoder)
     grouping = settings.grouping or _default_grouping(method, family)
