@@ -26,7 +26,7 @@ class WeightedCorpus:
 
 
 def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[WeightedCorpus]:
-    """Open corpora named ``NAME`` or ``NAME=WEIGHT``; the weight is 1 if none is given.
+    """Open corpora named ``NAME`` or ``NAME=WEIGHT``; the default weight is 1.
 
     Args:
         columns: of their records.

@@ -110,7 +110,7 @@ class TrainingRun:
         return result
 
     def _current_progress(self) -> Progress:
-        """Note how far the run has come. A step that is given up has drawn its batch, so this is noted before it."""
+        """Note the progress. It is noted before each step, because a step that is given up has drawn its batch."""
         return Progress(self.step, self.mixture.positions(), self._spikes.losses, self.adjusted)
 
     def _is_due(self, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,12 @@ trap 'sleep 0.3; touch saved; exit 1' TERM
 touch ready
 for _ in $(seq 100); do sleep 0.1; [ -e fail ] && exit 1; done
 """
+
+
+def test_the_slurm_script_finds_its_launch_config():
+    found = re.search(r"python -c '(.+?)'", CONFIGS[0].with_name("slurm.sh").read_text())
+    done = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(CONFIGS[0].with_name("fsdp2-2x8.yaml").resolve())
 
 
 @pytest.mark.parametrize("stopped", [True, False])
