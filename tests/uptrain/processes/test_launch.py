@@ -156,7 +156,7 @@ time.sleep(float(here.joinpath("seconds").read_text())); sys.exit(int(here.joinp
 
 @pytest.fixture
 def fake_launcher(tmp_path, monkeypatch):
-    """accelerate's launcher replaced by a script that waits and writes down what it was called with."""
+    """Replace accelerate's launcher by a script that waits and writes down its arguments."""
     script = tmp_path / "launcher.py"
     script.write_text(FAKE)
     real = subprocess.Popen
