@@ -41,7 +41,7 @@ OBJECTIVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("objective", "taught"), OBJECTIVES)
+@pytest.mark.parametrize(("objective", "with_teacher"), OBJECTIVES)
 def test_gradients_are_those_of_autograd(objective, with_teacher, plain_loss):
     logits = random_logits(40, 17).double().requires_grad_()
     teacher = random_logits(40, 17, seed=1) if with_teacher else None
