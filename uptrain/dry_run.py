@@ -18,7 +18,8 @@ from ..errors import HeadfoldError
 from .data.mixture import name_of, open_mixture
 from .data.objective import choose_objective, refuse_unfit_settings
 from .estimate.budget import Budget, plan_budget, refuse_uneven
-from .estimate.cost import CostEstimate, ModelSize, estimate_cost, model_without_weights, refuse_what_cannot_fit
+from .estimate.cost import CostEstimate, estimate_cost, refuse_what_cannot_fit
+from .estimate.model_size import ModelSize, model_without_weights
 from .estimate.pretraining import resolve_pretraining
 from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from .models.student import freeze_other_weights, refuse_long_sequences

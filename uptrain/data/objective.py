@@ -20,7 +20,8 @@ from ...pairs import Pair, PairEncoder, padded
 from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
 from ..settings import UptrainSettings
 from .batches import PackedBatch, PairBatch, TrainingBatch
-from .packed import Encode, PackedTokens, PairStream, Position, SequenceStream
+from .packed import Encode, PackedTokens, Position, SequenceStream
+from .pair_stream import PairStream
 
 
 class Stream(Protocol):

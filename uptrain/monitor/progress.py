@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from ...console import human_seconds, info
 from ..estimate.budget import Budget
-from ..estimate.cost import ModelSize, flops_per_token
+from ..estimate.cost import flops_per_token
+from ..estimate.model_size import ModelSize
 from .metrics import Clock, Metrics
 
 

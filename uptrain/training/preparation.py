@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 
 from ...console import info
 from ..data.mixture import Mixture
-from ..estimate.cost import ModelSize
+from ..estimate.model_size import ModelSize
 from ..loss.chunked import attach_chunked_loss
 from ..loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from ..models.dropout import keep_all_layers

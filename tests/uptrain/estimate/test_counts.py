@@ -12,7 +12,8 @@ from headfold.corpus import Columns
 from headfold.uptrain import dry_run
 from headfold.uptrain.data.mixture import Mixture, open_mixture
 from headfold.uptrain.data.objective import Pairs
-from headfold.uptrain.estimate.cost import ModelSize, flops_per_token
+from headfold.uptrain.estimate.cost import flops_per_token
+from headfold.uptrain.estimate.model_size import ModelSize
 from headfold.uptrain.monitor import progress
 from headfold.uptrain.processes.launch import Layout
 from headfold.uptrain.run import uptrain_checkpoint

@@ -77,7 +77,9 @@ def test_the_recovered_share_is_measured_against_the_source(converted, settings,
     text = str(text_file)
     found = {}
     for with_teacher in ("auto", None):
-        wanted = settings(teacher=with_teacher, steps=12, eval_data=text, eval_tokens=300, eval_every=6, learning_rate=1e-2)
+        wanted = settings(
+            teacher=with_teacher, steps=12, eval_data=text, eval_tokens=300, eval_every=6, learning_rate=1e-2
+        )
         out = uptrain_checkpoint(converted, tmp_path / str(with_teacher), wanted)
         lines = [json.loads(line) for line in (out / "headfold_metrics.jsonl").read_text().splitlines()]
         found[with_teacher] = lines

@@ -80,7 +80,9 @@ def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pair
     }  # fmt: skip
     plain = UptrainSettings(**common, teacher=None)
     apart = UptrainSettings(**common, teacher=None, isolate_documents=True)
-    with_teacher = UptrainSettings(**{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5, hidden_weight=2)
+    with_teacher = UptrainSettings(
+        **{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5, hidden_weight=2
+    )
     uptrain_checkpoint(checkpoint, folder / "ddp", plain)
     stopped_at(7, checkpoint, folder / "ddp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-resumed", plain)
