@@ -18,7 +18,8 @@ from ...errors import DataError
 
 _SHUFFLE_BUFFER = 10_000  # documents
 _CHUNK_TOKENS = 2**20
-"""Sequences are shuffled within chunks of about this many tokens: enough to mix, and little enough to hold and save."""
+"""Sequences are shuffled within chunks of about this many tokens: enough to mix, and little enough to
+be packed again when a run resumes."""
 
 Encode = Callable[[str], list[int]]
 """A function from a text to its token ids."""
@@ -74,13 +75,13 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
 
 
 class _Packer:
-    """Joins documents and cuts them into sequences; the remainder is carried over, also to the next pass."""
+    """Joins documents and cuts them into sequences. The remainder is carried over, also to the next pass."""
 
     def __init__(self, corpus: Corpus, encode: Encode, sequence_length: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._sequence_length, self._seed = corpus, encode, sequence_length, seed
         self.epoch, self.documents = start.epoch, start.documents
         self._tokens, self._opened = list(start.carry), list(start.openings)
-        # tokens that were cut off already; they are deleted only once per chunk, since a document may have millions
+        # tokens that were cut off already. They are deleted only once per chunk, since a document may have millions
         self._taken = 0
         self._open_pass()
 
@@ -123,7 +124,7 @@ class _Packer:
         return cut
 
     def _read_document(self) -> bool:
-        """Read one document. Returns False if the pass was over; a new one has then begun."""
+        """Read one document. If the pass is over, begin a new one and return False."""
         document = next(self._pass, None)
         if document is not None:
             self.documents += 1
@@ -150,7 +151,7 @@ class SequenceStream:
     of one long document would otherwise fill many steps in a row.
 
     Args:
-        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
+        position: from :attr:`position` of an earlier stream, to continue there. The default is the beginning.
 
     Raises (on iteration):
         DataError: one whole pass over the corpus gives fewer tokens than one sequence.

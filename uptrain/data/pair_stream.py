@@ -15,7 +15,7 @@ class PairStream:
     """Endless pairs of a corpus with targets, in another order on each pass.
 
     Args:
-        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
+        position: from :attr:`position` of an earlier stream, to continue there. The default is the beginning.
 
     Raises (on iteration):
         DataError: one whole pass over the corpus gives no pair.

@@ -76,7 +76,7 @@ def estimate_cost(
     and of the teacher. With fused attention, a layer keeps about 12 C + 5 I numbers per token for its backward pass,
     where C is the hidden width and I the width of the MLP. With gradient checkpointing it keeps the C at its entrance,
     and only one layer at a time has the rest. A forward pass in bf16 keeps a bf16 copy of each weight for the backward
-    pass; under FSDP layers are gathered anew instead.
+    pass. Under FSDP layers are gathered anew instead.
 
     Args:
         teacher_bytes: bytes of one of the teacher's weights.
@@ -107,7 +107,7 @@ def estimate_cost(
     if teacher is not None:
         memory["teacher"] = teacher.parameters * teacher_bytes // share
     if teacher is not None and settings.hidden_weight:
-        # the teacher's, of written tokens; they are freed one by one as the differences are made
+        # the teacher's, of written tokens. They are freed one by one as the differences are made
         memory["hidden states"] = round(layer_output * (student.decoder_layers * targets or student.layers))
     return CostEstimate(flops_per_token(student, teacher, targets) * tokens, memory)
 

@@ -23,11 +23,11 @@ class ModelSize:
     """The sizes of a model that the cost depends on.
 
     Attributes:
-        parameters: number of all parameters; tied ones count once.
+        parameters: number of all parameters, where tied ones count once.
         trained: number of those that get gradients.
         looked_up: parameters of tables (embeddings, positions) that are read and not multiplied. The weight of a head
             is multiplied, also if it is tied to a table.
-        layers: number of layers; of an encoder-decoder, those of its encoder.
+        layers: number of layers, or of encoder layers in an encoder-decoder.
         hidden: hidden width C.
         inner: width of the MLP.
         vocabulary: width V of the logits.
@@ -89,7 +89,10 @@ def _decoder_side(model: Any) -> tuple[int, int]:
 
 
 def model_without_weights(place: str | Path, *, trust_remote_code: bool = False) -> tuple[Any, int]:
-    """Make a checkpoint's model on the meta device from its config alone; also return the bytes of one weight on disk.
+    """Make a checkpoint's model on the meta device from its config alone.
+
+    Returns:
+        the model, and the bytes of one of its weights on disk.
 
     Raises:
         UsageError, CheckpointError: there is no config.json.

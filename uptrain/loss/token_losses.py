@@ -22,7 +22,7 @@ Direction = Literal["forward", "reverse"]
 
 
 class LossSums(NamedTuple):
-    """The weighted loss and its terms, each summed over tokens in float32; a term that was not computed is zero.
+    """The weighted loss and its terms, each summed over tokens in float32. A term that was not computed is zero.
 
     All are in nats except ``hidden``, which has no unit (:func:`headfold.uptrain.loss.hidden_states.layer_distance`).
     """
@@ -111,7 +111,7 @@ class TrainingLoss:
             text, grad_NV = cross_entropy(logits_NV, targets_N)
             return _sums(text, cross_entropy=text), grad_NV
         divergence, grad_NV = _DIVERGENCES[self.direction](logits_NV, teacher_NV, self.temperature)
-        if self.weight == 1:  # the default; another softmax over the vocabulary would be for nothing
+        if self.weight == 1:  # the default. Another softmax over the vocabulary would be for nothing
             return _sums(divergence, divergence=divergence), grad_NV
         text, text_grad_NV = cross_entropy(logits_NV, targets_N)
         grad_NV.mul_(self.weight).add_(text_grad_NV, alpha=1 - self.weight)

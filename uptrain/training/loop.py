@@ -114,7 +114,7 @@ class TrainingRun:
         return Progress(self.step, self.mixture.positions(), self._spikes.losses, self.adjusted)
 
     def _is_due(self, every: int) -> bool:
-        """True at the last step and every so many steps; 0 means at the last step alone."""
+        """True at the last step and every so many steps, where 0 means at the last step alone."""
         return self.step == self.budget.steps or bool(every and self.step % every == 0)
 
     def _student(self) -> Any:
