@@ -76,7 +76,7 @@ class HeldoutText:
 
 
 def open_heldout(settings: UptrainSettings, tokenizer: Any, encoder_decoder: bool) -> HeldoutText | None:
-    """Open the text that the settings name; for an encoder-decoder as targets of the kind that it is trained on."""
+    """Open the text that the settings name. For an encoder-decoder it becomes targets as in training."""
     if settings.eval_data is None:
         return None
     corpus = open_corpus(settings.eval_data, HELDOUT, settings.columns)

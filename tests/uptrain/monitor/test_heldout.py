@@ -1,4 +1,4 @@
-"""The share recovered, counted on one held-out text at a time."""
+"""The recovered share, measured on one held-out text at a time."""
 
 from __future__ import annotations
 
