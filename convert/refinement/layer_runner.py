@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ..calibration.offload import weights_in_memory
+from ...libraries.accelerate_internals import weights_in_memory
 
 _PLACE = re.compile(r"(?P<stack>.+?)\.(?P<index>\d+)\.(?P<inner>.+)")
 """``model.layers.3.self_attn.q_proj``: the list of layers, the layer, a module in it."""
