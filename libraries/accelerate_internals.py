@@ -104,7 +104,7 @@ def _read_weights(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch
     assert hook.weights_map is not None
     for name, _ in list(part.named_parameters(recurse=False)):
         part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
-    part.forward = part._old_forward  # type: ignore[assignment]
+    part.forward = part._old_forward  # type: ignore[assignment] # accelerate keeps the class's own forward there
     return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
 
 

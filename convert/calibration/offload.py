@@ -1,4 +1,4 @@
-"""Load a model for forward passes, with its weights left on disk where they do not fit into memory."""
+"""Load a model for forward passes, with its weights left on disk if they do not fit into memory."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def join_processes(device: str) -> Accelerator | None:
     if process_count() < 2:
         return None
     from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.state import AcceleratorState
 
-    # accelerate keeps the first state it made, and refuses another device or timeout after that
-    AcceleratorState._reset_state()
+    from ...libraries.accelerate_internals import forget_settings_of_earlier_run
+
+    forget_settings_of_earlier_run()
     cpu = device == "cpu" or not torch.accelerator.is_available()
     return Accelerator(cpu=cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=_TIMEOUT)])
