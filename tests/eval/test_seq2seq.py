@@ -127,7 +127,9 @@ def test_the_report_of_an_encoder_decoder_can_be_rebuilt(compared, tmp_path):
     assert (tmp_path / "again" / "report.html").read_bytes() == (compared / "report" / "report.html").read_bytes()
 
 
-def test_an_encoder_decoder_is_compared_with_encoder_decoders_only(tiny_t5, tiny_checkpoint, words_file, pairs_file, tmp_path):
+def test_an_encoder_decoder_is_compared_with_encoder_decoders_only(
+    tiny_t5, tiny_checkpoint, words_file, pairs_file, tmp_path
+):
     settings = EvalSettings(data=str(words_file), tokens=50, **QUICK)
     with pytest.raises(UsageError, match="encoder-decoder and the other is not"):
         compare(str(tiny_t5), [str(tiny_checkpoint)], out=tmp_path / "report", settings=settings)
