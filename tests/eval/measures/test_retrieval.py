@@ -21,7 +21,7 @@ from torch import nn
 
 
 class Copier(nn.Module):
-    """Predicts the token that followed the last earlier copy of the last four tokens, and guesses where there is none."""
+    """Predicts the token that followed the last earlier copy of the last four tokens, or guesses without one."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()

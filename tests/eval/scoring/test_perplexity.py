@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 
 def table_model(table_VV: torch.Tensor) -> LlamaForCausalLM:
-    """Make a Llama whose next-token logits are ``table[current token]``: one-hot embeddings, and layers that add nothing."""
+    """Make a Llama whose logits are ``table[current token]``: one-hot embeddings, and layers that add nothing."""
     vocab = len(table_VV)
     config = LlamaConfig(
         vocab_size=vocab,
