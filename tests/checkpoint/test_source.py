@@ -132,7 +132,7 @@ def test_truncated_shard_is_refused(folder: Path) -> None:
 
 def test_missing_shard_is_refused(sharded: Path) -> None:
     sorted(sharded.glob("*.safetensors"))[0].unlink()
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         Checkpoint.open(sharded)
 
 
