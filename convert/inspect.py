@@ -23,7 +23,7 @@ from .methods.folded import predicted_loss
 from .methods.layer import read_attention
 from .rewrites.encoder_decoder import PAIRS, as_own, described_pair, is_pair, own_target_config, side
 from .rewrites.routes import Route, rewritten, route_of, target_config
-from .rewrites.targets import TargetType
+from .rewrites.target_type import TargetType
 from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
 
 

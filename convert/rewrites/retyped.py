@@ -10,7 +10,7 @@ import torch
 
 from ...checkpoint.header import Header, TensorInfo
 from ...checkpoint.source import Checkpoint
-from .lazy import Lazy, require_finite
+from .lazy import LazyTensor, require_finite
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RewrittenCheckpoint(RetypedCheckpoint):
     """
 
     states_of: str = ""
-    lazies: dict[str, Lazy] = field(default_factory=dict)
+    lazies: dict[str, LazyTensor] = field(default_factory=dict)
     scratch: Path | None = None
 
     def read(self, name: str) -> torch.Tensor:
@@ -73,7 +73,7 @@ class RewrittenCheckpoint(RetypedCheckpoint):
         return hashlib.sha256(f"{self.original.digest()} as {self.states_of}".encode()).hexdigest()
 
 
-def headers_of(lazies: dict[str, Lazy], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:
+def headers_of(lazies: dict[str, LazyTensor], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:
     """Headers and places as they would be: every tensor in the file that it comes from, without a byte range there."""
     tensors = {name: TensorInfo(name, lazy.dtype, lazy.shape, lazy.file, 0, 0) for name, lazy in lazies.items()}
     headers = {}

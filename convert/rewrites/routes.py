@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,32 +13,15 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..family.meta_model import known_type, model_class, resolved_config
-from . import sources, sources_own
-from .decoder import Decoder, Settings
-from .reader import Reader
+from .decoder import NeutralSettings
+from .reader import TensorReader
 from .retyped import RewrittenCheckpoint, headers_of
-from .targets import GPT_BIGCODE, NEMOTRON, PHI, TargetType
-from .targets_own import OWN_DECODER
+from .sources import SOURCES
+from .target_type import TargetType
+from .targets import GPT_BIGCODE, NEMOTRON, OWN_DECODER, PHI
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "task_specific_params")
 """Keys of config.json that mean the same in every type."""
-
-
-@dataclass(frozen=True)
-class SourceType:
-    """A source type.
-
-    Attributes:
-        targets: resolved config → the types it can be rewritten as; the first that can have the groups is taken.
-        settings: resolved config → settings in words of our own.
-        read: its tensors → neutral form.
-        demands: (test of the resolved config that must hold, why not otherwise).
-    """
-
-    targets: Callable[[Any], tuple[TargetType, ...]]
-    settings: Callable[[Any], Settings]
-    read: Callable[[Reader, Settings], Decoder]
-    demands: Sequence[tuple[Callable[[Any], bool], str]] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +30,7 @@ class Route:
 
     source_type: str
     targets: tuple[TargetType, ...]
-    settings: Settings
+    settings: NeutralSettings
 
     @property
     def heads(self) -> int:
@@ -79,54 +62,22 @@ class Route:
         return " ".join(told)
 
 
-ROWS: dict[str, SourceType] = {
-    "gpt_neox": SourceType(
-        lambda config: (PHI if config.use_parallel_residual else NEMOTRON,),
-        sources.neox_settings,
-        sources.read_neox,
-        (
-            (
-                lambda config: (
-                    config.use_parallel_residual or config.rope_parameters.get("rope_type", "default") == "default"
-                ),
-                "it stretches its rotary positions, which transformers 4 ignores in nemotron",
-            ),
-        ),
-    ),
-    "gptj": SourceType(lambda config: (PHI,), sources.gptj_settings, sources.read_gptj),
-    "codegen": SourceType(lambda config: (PHI,), sources.gptj_settings, sources.read_codegen),
-    "gpt2": SourceType(
-        lambda config: (GPT_BIGCODE, OWN_DECODER),
-        sources.gpt_settings,
-        sources.read_gpt2,
-        ((lambda config: not config.add_cross_attention, "it has cross attention (add_cross_attention)"),),
-    ),
-    "opt": SourceType(
-        lambda config: (GPT_BIGCODE, OWN_DECODER) if _plain_opt(config) else (OWN_DECODER,),
-        sources.opt_settings,
-        sources.read_opt,
-    ),
-    "gpt_neo": SourceType(lambda config: (OWN_DECODER,), sources_own.gpt_neo_settings, sources_own.read_gpt_neo),
-    "bloom": SourceType(
-        lambda config: (OWN_DECODER,),
-        sources_own.bloom_settings,
-        sources_own.read_bloom,
-        (
-            (
-                lambda config: not config.apply_residual_connection_post_layernorm,
-                "it adds to the output of its norms (apply_residual_connection_post_layernorm)",
-            ),
-        ),
-    ),
-    "mpt": SourceType(
-        lambda config: (OWN_DECODER,), sources_own.mpt_settings, sources_own.read_mpt, sources_own.MPT_DEMANDS
-    ),
+ROWS: dict[str, Callable[[Any], tuple[TargetType, ...]]] = {
+    "gpt_neox": lambda config: (PHI if config.use_parallel_residual else NEMOTRON,),
+    "gptj": lambda config: (PHI,),
+    "codegen": lambda config: (PHI,),
+    "gpt2": lambda config: (GPT_BIGCODE, OWN_DECODER),
+    "opt": lambda config: (GPT_BIGCODE, OWN_DECODER) if _plain_opt(config) else (OWN_DECODER,),
+    "gpt_neo": lambda config: (OWN_DECODER,),
+    "bloom": lambda config: (OWN_DECODER,),
+    "mpt": lambda config: (OWN_DECODER,),
 }
+"""Source type → (resolved config → the types it can be rewritten as). The first that can have the groups is taken."""
 
 
 def _plain_opt(config: Any) -> bool:
     """False for norms behind attention and MLP, projected embeddings (both in opt-350m) and no last norm."""
-    settings = sources.opt_settings(config)
+    settings = SOURCES["opt"].settings(config)
     return settings.norms_first and settings.final_norm and settings.embedding_width is None
 
 
@@ -137,9 +88,9 @@ def route_of(config: dict[str, Any]) -> Route | None:
         UnsupportedError: the type has a route, but not with these settings.
     """
     model_type = config.get("model_type")
-    row = ROWS.get(model_type) if isinstance(model_type, str) else None
-    if row is None:
+    if not isinstance(model_type, str) or model_type not in ROWS:
         return None
+    source = SOURCES[model_type]
     resolved = resolved_config(config)
     usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type(config)]
     if model_class(config).__name__ != usual:
@@ -147,12 +98,12 @@ def route_of(config: dict[str, Any]) -> Route | None:
             f"Of type {model_type}, only {usual} can be rewritten, not {model_class(config).__name__}."
         )
     _require_sizes(resolved)
-    for holds, reason in row.demands:
+    for holds, reason in source.demands:
         if not holds(resolved):
             raise UnsupportedError(
                 f"This {model_type} checkpoint cannot be rewritten as a type with fewer KV heads: {reason}."
             )
-    return Route(str(model_type), row.targets(resolved), row.settings(resolved))
+    return Route(model_type, ROWS[model_type](resolved), source.settings(resolved))
 
 
 def _require_sizes(resolved: Any) -> None:
@@ -192,8 +143,8 @@ def rewritten(checkpoint: Checkpoint, *groups: int) -> Checkpoint:
 
 def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> RewrittenCheckpoint:
     """See :func:`rewritten`."""
-    reader = Reader(checkpoint)
-    decoder = ROWS[route.source_type].read(reader, route.settings)
+    reader = TensorReader(checkpoint)
+    decoder = SOURCES[route.source_type].read(reader, route.settings)
     lazies = dict(target.tensors(decoder))
     config = target_config(checkpoint, route, target, tied=decoder.head is None)
     headers, tensors = headers_of(lazies, checkpoint.weight_files)

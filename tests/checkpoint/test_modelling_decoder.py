@@ -15,7 +15,7 @@ from headfold.checkpoint.modelling.modeling_headfold_decoder import (
     HeadfoldDecoderConfig,
     HeadfoldDecoderForCausalLM,
 )
-from headfold.convert.rewrites.targets_own import OWN_DECODER
+from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import UnsupportedError
 from safetensors.torch import load_file, save_file

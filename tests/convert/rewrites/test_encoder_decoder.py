@@ -21,7 +21,7 @@ from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, mod
 from headfold.convert.check import check_checkpoint
 from headfold.convert.inspect import inspect_checkpoint
 from headfold.convert.rewrites.encoder_decoder import PAIRS, RUNS
-from headfold.convert.rewrites.targets_own import OWN_DECODER
+from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file

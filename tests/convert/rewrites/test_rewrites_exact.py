@@ -13,9 +13,9 @@ from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.rewrites import sources
 from headfold.convert.rewrites.materialise import materialise
-from headfold.convert.rewrites.reader import factor_for
 from headfold.convert.rewrites.retyped import RewrittenCheckpoint
 from headfold.convert.rewrites.routes import ROWS, as_target, route_of
+from headfold.convert.rewrites.sources import factor_for
 from headfold.errors import CheckpointError, UnsupportedError
 from safetensors.torch import load_file, save_file
 from tiny import logits_of, tiny_model
