@@ -61,7 +61,11 @@ class SourceType:
         keys = {name: key for name, key in {**_USUAL_KEYS, **self.keys}.items() if name not in special}
         shares = (0.0 if key is None else getattr(config, key) for key in self.dropouts)
         dropouts = dict(zip(("embedding", "residual", "attention"), shares, strict=True))
-        fields: dict[str, Any] = {"rope": {}, "dropouts": dropouts, **{name: getattr(config, key) for name, key in keys.items()}}
+        fields: dict[str, Any] = {
+            "rope": {},
+            "dropouts": dropouts,
+            **{name: getattr(config, key) for name, key in keys.items()},
+        }
         fields |= special
         fields["inner"] = 4 * fields["hidden"] if fields["inner"] is None else fields["inner"]
         return NeutralSettings(**fields)

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoder import LinearWeights, NeutralDecoder, NeutralLayer, NeutralSettings, NormWeights, TensorNames, without_norms
+from .decoder import (
+    LinearWeights,
+    NeutralDecoder,
+    NeutralLayer,
+    NeutralSettings,
+    NormWeights,
+    TensorNames,
+    without_norms,
+)
 from .lazy import LazyTensor, at_least_float32, combined
 
 

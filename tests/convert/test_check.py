@@ -10,6 +10,7 @@ import pytest
 import torch
 from headfold import cli
 from headfold.convert.check import check_checkpoint, rope_bases
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.run import convert_checkpoint
 from headfold.errors import CheckpointError
 from safetensors.torch import load_file, save_file
@@ -88,7 +89,7 @@ def test_gq103_the_rope_base_that_each_kind_of_reader_finds(
 
 def test_gq103_a_base_for_each_kind_of_layer() -> None:
     config = tiny_model("gemma3_text", 4, 4).config.to_dict()
-    seen = rope_bases(config)
+    seen = rope_bases(ModelType(config))
     assert "sliding_attention 10,000" in seen["v5"]
     assert seen["v5"] == seen["here"]
     assert seen["v4"] == "absent"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.family.rotary import Rotary
 from headfold.convert.methods.attention import Attention
 from headfold.convert.methods.layer import disk_tensors, read_attention
@@ -92,9 +93,9 @@ def _rewrite(model_type: str, folder: Path, layout: str | None = None) -> tuple[
     before = logits_of(model)
     model.save_pretrained(folder)
     source = Checkpoint.open(folder)
-    family = find_family(source, 1)
+    family = find_family(source, ModelType(source.config), 1)
     values = model.state_dict()
-    for block in family.blocks:
+    for block in family.layers:
         assert block.rewritable is None
         attention = read_attention(source, family, block)
         rotary = attention.rotary if layout is None else Rotary(layout, attention.rotary.dim)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from headfold.convert.family.family import REFUSED, check_groups
+from headfold.convert.family.family import check_groups
+from headfold.convert.family.refusals import REFUSED
 from headfold.convert.run import convert_checkpoint
 from headfold.errors import CheckpointError, HeadfoldError, UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from headfold.convert.family.config_edit import with_number
+from headfold.convert.plan.config_edit import with_number
 from hypothesis import given
 from hypothesis import strategies as st
 

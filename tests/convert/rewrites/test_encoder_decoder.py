@@ -19,8 +19,9 @@ from headfold.checkpoint import modelling
 from headfold.checkpoint.load import load_config, load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, modeling_headfold_t5
 from headfold.convert.check import check_checkpoint
+from headfold.convert.family.refusals import REFUSED
 from headfold.convert.inspect import inspect_checkpoint
-from headfold.convert.rewrites.encoder_decoder import PAIRS, RUNS
+from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS, RUNS
 from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
@@ -105,7 +106,8 @@ def greedy(model: Any, **options: Any) -> list[list[int]]:
 
 
 def test_every_type_is_tried() -> None:
-    assert set(tiny.PAIRS) == set(PAIRS)
+    assert set(tiny.PAIRS) == set(ENCODER_DECODERS)
+    assert str(REFUSED["umt5"][1]).endswith(f": {', '.join(ENCODER_DECODERS)}.")
 
 
 def test_equal_heads_merge_exactly(made: Made) -> None:
@@ -383,8 +385,8 @@ def test_inspect_says_what_it_becomes(model_type: str, tmp_path: Path) -> None:
     assert "trust_remote_code=True" in str(found.route)
     planned = plan_conversion(source, groups=2)
     row = next(row for row in found.cache if row.groups == 2)
-    assert row.bytes_per_token == planned.kv_bytes_per_token(2)
-    assert row.bytes_per_source_token == planned.kv_bytes_per_token(2, "cross")
+    assert row.bytes_per_token == planned.result.kv_bytes_per_token()[1]
+    assert row.bytes_per_source_token == planned.result.kv_bytes_per_token("cross")[1]
     assert set(row.devices["vLLM"].values()) == {"refused"}
 
 
