@@ -20,13 +20,13 @@ class AttentionLayer:
         head_dim, value_dim: rows of one key head and of one value head.
         rotary: None when the layout is not certain.
         keys_normed: a norm acts on each key head after the projection; ``q_norm`` and ``k_norm`` name its weights.
-        rewritable: None when q and o may be rewritten together with k and v, else the reason against it.
+        rewrite_obstacle: None when q and o may be rewritten together with k and v, else the reason against it.
         kv_heads: KV heads of this layer (some types have two kinds of layers).
         side: whose keys and values it reads: ``self``, or in an encoder-decoder also ``cross`` and ``encoder``.
         reads: the submodule whose input is the layer's input, for example ``q_proj``.
         stored: every tensor that depends on the number of KV heads, and how heads lie in it.
         followers: tensors with a part for every query head, which move along when heads change places.
-        fixed: None when heads may change places, else the reason against it.
+        order_obstacle: None when heads may change places, else the reason against it.
     """
 
     layer: int
@@ -44,13 +44,13 @@ class AttentionLayer:
     keys_normed: bool
     q_norm: str | None
     k_norm: str | None
-    rewritable: str | None
+    rewrite_obstacle: str | None
     kv_heads: int
     side: str
     reads: str
     stored: tuple[StoredHeads, ...]
     followers: tuple[StoredHeads, ...] = ()
-    fixed: str | None = None
+    order_obstacle: str | None = None
 
     @property
     def merged(self) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ class _Finder:
             keys_normed=normalises_keys(self.model.get_submodule(module)),
             q_norm=self._whole(f"{module}.q_norm.weight"),
             k_norm=self._whole(f"{module}.k_norm.weight"),
-            rewritable=None,
+            rewrite_obstacle=None,
             kv_heads=self.numbers.kv_heads,
             side=self.model_type.side(module),
             reads=next(
@@ -173,10 +173,10 @@ class _Finder:
             stored=stored,
         )
         reason = reason_against_rewriting(self.model, layer, self.tensors, self.numbers.query_heads)
-        followers, fixed = followers_of_queries(
+        followers, obstacle = followers_of_queries(
             self.model, layer, self.tensors, self._holding, self.numbers.query_heads
         )
-        return replace(layer, rewritable=reason, followers=followers, fixed=fixed)
+        return replace(layer, rewrite_obstacle=reason, followers=followers, order_obstacle=obstacle)
 
     def _refuse_odd_norms(self, stored: tuple[StoredHeads, ...], head_dim: int) -> None:
         """Refuse a norm that does not have a weight for every row of a key head."""

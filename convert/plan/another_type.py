@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class AnotherType(ResultAttention):
         return retyped, ModelType(retyped.config)
 
     @classmethod
-    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> Self:
+    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> AnotherType:
         retyped, target = cls.read_as(checkpoint, model_type, settings.groups)
         inner = FewerHeads.plan(retyped, target, settings)
         return cls(inner.source, inner.model_type, inner.family, model_type, retyped, inner)
@@ -80,7 +80,7 @@ class AnotherType(ResultAttention):
         assert self.retyped.original is not None
         return self.retyped.original
 
-    def reading(self, source: Checkpoint) -> Self:
+    def reading(self, source: Checkpoint) -> AnotherType:
         return replace(self, source=source, inner=self.inner.reading(source))
 
     @property

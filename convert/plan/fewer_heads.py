@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class FewerHeads(ResultAttention):
         return checkpoint, model_type
 
     @classmethod
-    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> Self:
+    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> FewerHeads:
         family = find_family(checkpoint, model_type, settings.groups, encoder=settings.encoder)
         return cls(checkpoint, model_type, family, settings.groups)
 
@@ -51,7 +51,7 @@ class FewerHeads(ResultAttention):
     def original(self) -> Checkpoint:
         return self.source
 
-    def reading(self, source: Checkpoint) -> Self:
+    def reading(self, source: Checkpoint) -> FewerHeads:
         return replace(self, source=source)
 
     @property
@@ -70,15 +70,15 @@ class FewerHeads(ResultAttention):
         return found
 
     def _refuse_inexact(self, layer: AttentionLayer, method: Method, grouping: str) -> None:
-        if method.rewrites_queries and layer.rewritable is not None:
+        if method.rewrites_queries and layer.rewrite_obstacle is not None:
             raise UnsupportedError(
-                f"{method.name} would not be exact for {self.model_type.name}: {layer.rewritable}.",
+                f"{method.name} would not be exact for {self.model_type.name}: {layer.rewrite_obstacle}.",
                 "Use --method mean.",
             )
-        if grouping != "contiguous" and layer.fixed is not None:
+        if grouping != "contiguous" and layer.order_obstacle is not None:
             raise UnsupportedError(
                 f"{grouping} would not be exact for {self.model_type.name}, so heads stay in their places: "
-                f"{layer.fixed}.",
+                f"{layer.order_obstacle}.",
                 "Use --grouping contiguous.",
             )
 

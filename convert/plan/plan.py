@@ -158,5 +158,5 @@ def make_plan(source: Checkpoint, settings: ConvertSettings) -> Plan:
 
 def _default_grouping(method: Method, layers: tuple[AttentionLayer, ...]) -> str:
     """Take the method's own grouping where heads may change places, else neighbours."""
-    movable = all(layer.fixed is None for layer in layers)
+    movable = all(layer.order_obstacle is None for layer in layers)
     return method.default_grouping if movable else "contiguous"

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -94,7 +94,7 @@ class ResultAttention(ABC):
 
     @classmethod
     @abstractmethod
-    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> Self:
+    def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> ResultAttention:
         """Find the attention of the source and the shape of the result.
 
         Raises:
@@ -109,7 +109,7 @@ class ResultAttention(ABC):
         """The source as it is on disk."""
 
     @abstractmethod
-    def reading(self, source: Checkpoint) -> Self:
+    def reading(self, source: Checkpoint) -> ResultAttention:
         """Return the same result, with the same tensors read from another place."""
 
     @property

@@ -54,7 +54,7 @@ def test_a_type_without_the_setting_is_refused(config):
         inspect_checkpoint(config(model_type="xglm", architectures=["XGLMForCausalLM"]))
 
 
-def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
+def test_the_predicted_loss_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
     file = tmp_path / "moments.safetensors"
     calibration = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=0, statistics=file)
     convert_calibrated(plan_conversion(tiny_checkpoint, groups=1, method="folded"), tmp_path / "out", calibration)

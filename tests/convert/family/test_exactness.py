@@ -1,7 +1,7 @@
 """Where a block may be rewritten, a change of basis inside its heads leaves the real model's logits what they were.
 
 This is what `aligned` and `folded` rely on: the rotary layout that was found, the norms, and that nothing else looks
-inside a head. Every rewritable type is checked on its own class.
+inside a head. Every type that may be rewritten is checked on its own class.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _rewrite(model_type: str, folder: Path, layout: str | None = None) -> tuple[
     family = find_family(source, ModelType(source.config), 1)
     values = model.state_dict()
     for block in family.layers:
-        assert block.rewritable is None
+        assert block.rewrite_obstacle is None
         attention = read_attention(source, family, block)
         rotary = attention.rotary if layout is None else Rotary(layout, attention.rotary.dim)
         for name, tensor in disk_tensors(family, block, _turned(attention, rotary)).items():

@@ -56,7 +56,7 @@ CACHE_TO_GIVE = {"recurrent_gemma": DynamicCache}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_gq048_every_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
+def test_every_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
     reason = _refusal(model_type)
     if reason is not None:
         assert not _follows(model_type) or model_type in FOLLOW_YET_REFUSED, reason

@@ -51,7 +51,7 @@ def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) 
     family = _family(source, kv_heads_of(model.config) // 2)
     tensors = load_file(folder / "model.safetensors")
     for block in family.layers:
-        assert block.fixed is None
+        assert block.order_obstacle is None
         for stored in block.stored:
             heads = stored.split([tensors[name] for name in stored.names], family.query_heads, block.kv_heads)
             tensors |= stored.join(permuted_heads(heads, order, family.query_heads), family.query_heads, block.kv_heads)
