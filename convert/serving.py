@@ -22,8 +22,8 @@ class Stack:
     Attributes:
         splits_heads: False when whole layers go to devices, so the number of heads does not matter.
         copies_heads: with fewer KV heads than devices, several devices hold a copy of each head.
-        kernel_groups: numbers of query heads per KV head with a decoding kernel of their own; None: any number. Elsewhere
-            FlashInfer takes its kernel for prompts, and TensorRT-LLM its general one.
+        kernel_groups: numbers of query heads per KV head with a decoding kernel of their own; None: any number. With
+            other numbers FlashInfer takes its kernel for prompts, and TensorRT-LLM its general one.
         source: the place where this is written.
     """
 
@@ -85,7 +85,7 @@ def not_served_by(model_type: str) -> tuple[str, ...]:
 
 
 def ignored_by(model_type: str) -> str | None:
-    """Name the stacks that ignore the number of KV heads of a type, in a sentence without its full stop; None: no stack."""
+    """Name the stacks that ignore the number of KV heads of a type, without a full stop; None: no stack is known to."""
     names = IGNORING.get(model_type)
     if names is None:
         return None

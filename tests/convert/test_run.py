@@ -218,7 +218,9 @@ def test_a_source_that_shrinks_after_the_plan_leaves_nothing(sharded: Path, tmp_
         ("mistral", False),
     ],
 )
-def test_kv_heads_that_are_null_or_missing_are_as_many_as_query_heads(model_type: str, present: bool, tmp_path: Path) -> None:
+def test_kv_heads_that_are_null_or_missing_are_as_many_as_query_heads(
+    model_type: str, present: bool, tmp_path: Path
+) -> None:
     tiny_model(model_type, 8, 8).save_pretrained(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["num_key_value_heads"] = None
@@ -335,7 +337,9 @@ def test_the_plan_is_what_the_run_does(sharded: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "grouping"), [("folded", "similarity"), ("mean", "similarity"), ("aligned", "contiguous")]
 )
-def test_methods_that_rewrite_queries_run_and_their_results_load(method: str, grouping: str, single: Path, tmp_path: Path) -> None:
+def test_methods_that_rewrite_queries_run_and_their_results_load(
+    method: str, grouping: str, single: Path, tmp_path: Path
+) -> None:
     out = convert_checkpoint(single, tmp_path / "out", groups=2, method=method, grouping=grouping)
     _loads(out)
     changed = [

@@ -59,7 +59,9 @@ def test_group_sizes_without_a_decoding_kernel() -> None:
         (8, 2, []),
     ],
 )
-def test_numbers_of_groups_that_do_not_fit_the_devices_are_warned_about(groups: int, devices: int, words: list[str]) -> None:
+def test_numbers_of_groups_that_do_not_fit_the_devices_are_warned_about(
+    groups: int, devices: int, words: list[str]
+) -> None:
     found = " | ".join(parallel_warnings(groups, devices))
     assert all(word in found for word in words)
     assert bool(found) == bool(words)
@@ -117,9 +119,7 @@ def test_inspect_shows_the_cache_that_the_class_holds(
 
 
 @pytest.mark.parametrize("groups", [2, 1])
-def test_the_result_runs_the_same_by_eager_and_sdpa_and_caches_fewer_heads(
-    groups: int, tmp_path: Path
-) -> None:
+def test_the_result_runs_the_same_by_eager_and_sdpa_and_caches_fewer_heads(groups: int, tmp_path: Path) -> None:
     tiny_model("llama", 8, 8).save_pretrained(tmp_path / "m")
     out = convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=groups)
     ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -45,9 +45,7 @@ def _check_exact(small: Any, out: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "leaf"), [("phi3", "qkv_proj"), ("dbrx", "Wqkv"), ("falcon", "query_key_value")]
 )
-def test_query_rows_of_fused_tensors_keep_their_bytes(
-    model_type: str, leaf: str, method: str, tmp_path: Path
-) -> None:
+def test_query_rows_of_fused_tensors_keep_their_bytes(model_type: str, leaf: str, method: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, 4, 4).bfloat16()
     model.save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, method=method)

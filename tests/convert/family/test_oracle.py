@@ -177,7 +177,9 @@ def test_biases_are_merged_with_their_rows(model_type: str, over: dict[str, Any]
 
 
 @pytest.mark.parametrize(("hidden", "head_dim"), [(48, 16), (64, 8)])
-def test_a_head_dim_that_is_not_hidden_size_over_heads_is_read_from_the_shapes(hidden: int, head_dim: int, tmp_path: Path) -> None:
+def test_a_head_dim_that_is_not_hidden_size_over_heads_is_read_from_the_shapes(
+    hidden: int, head_dim: int, tmp_path: Path
+) -> None:
     small = tiny_model("gemma", 4, 2, hidden_size=hidden, head_dim=head_dim)
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)

@@ -67,7 +67,9 @@ def test_an_odd_number_of_groups_is_refused_where_values_are_halved(tmp_path: Pa
     _refused(_save("diffllama", tmp_path / "m"), UnsupportedError, "to be even", groups=1)
 
 
-def test_a_parameter_of_unknown_kind_that_depends_on_the_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_of_unknown_kind_that_depends_on_the_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parameter of no known kind that follows the number of KV heads is refused, whatever its type."""
     monkeypatch.delitem(REFUSED, "doge")
     _refused(_save("doge", tmp_path / "m"), UnsupportedError, r"(dt_proj|self_attn\.A).* also depends on the number")
