@@ -1,4 +1,4 @@
-"""``python -m headfold``, which ``accelerate launch -m headfold`` needs."""
+"""Run ``python -m headfold``, as ``accelerate launch -m headfold`` does."""
 
 from .cli import main
 

@@ -17,30 +17,30 @@ from rich.table import Table
 from .errors import UsageError
 
 talk = Console(stderr=True, highlight=False, soft_wrap=True)
-"""stderr: what is going on. rich honours NO_COLOR and drops colours when stderr is no terminal."""
+"""stderr, for progress and warnings. rich honours NO_COLOR, and drops colours if stderr is not a terminal."""
 data = Console(highlight=False, soft_wrap=True)
-"""stdout: the result of the command."""
+"""stdout, for the result of the command."""
 
 
 def is_main_process() -> bool:
-    """True on the one process that may talk; torchrun and accelerate set RANK for the others."""
+    """Whether this process may talk. torchrun and accelerate set RANK, and only the first process talks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def info(message: str) -> None:
-    """One line of progress in words."""
+    """Print one line of progress in words."""
     if is_main_process():
         talk.print(escape(message))
 
 
 def warn(message: str) -> None:
-    """One line about something the user may not expect."""
+    """Print one line about something the user may not expect."""
     if is_main_process():
         talk.print(f"[yellow]warning:[/yellow] {escape(message)}")
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """The sentence that ends a failed command, with its hint."""
+    """Print the sentence that ends a failed command, and its hint."""
     talk.print(f"[bold red]error:[/bold red] {escape(message)}")
     if hint:
         talk.print(f"[bold cyan]hint:[/bold cyan] {escape(hint)}")
@@ -50,7 +50,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     """Print a table on stdout; the first column is left-aligned, the others are numbers.
 
     Args:
-        markdown: print it as Markdown, to be pasted into a document.
+        markdown: print Markdown, to be pasted into a document.
     """
     if markdown:
         lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
@@ -66,18 +66,18 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 
 class Advance(Protocol):
-    """What a progress bar hands out: call it with the number of units just done."""
+    """Moves a progress bar on by a number of units that were just done."""
 
     def __call__(self, amount: float = 1) -> None: ...
 
 
 @contextmanager
 def progress(description: str, total: float | None) -> Iterator[Advance]:
-    """A bar with elapsed time and ETA on a terminal, silent elsewhere (logs stay readable).
+    """Show a bar with elapsed and remaining time on a terminal. Elsewhere show nothing, so that logs stay readable.
 
     Args:
         description: what is being done, a few words.
-        total: units of work, or None when it is not known.
+        total: units of work; None if their number is unknown.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -97,7 +97,7 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
 
 
 def human_bytes(count: float) -> str:
-    """1536 → '1.50 KiB'. Binary units, as allocators and file systems count."""
+    """Write 1536 as '1.50 KiB', in binary units, as allocators and file systems count."""
     unit, suffix = pick_unit_and_suffix(abs(int(count)), ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
     return f"{count / unit:.{0 if unit == 1 else 2}f} {suffix}"
 
@@ -124,7 +124,7 @@ def parse_bytes(text: str, kind: str) -> int:
 
 
 def human_seconds(seconds: float) -> str:
-    """75 → '1m15s'; hours and minutes above one hour."""
+    """Write 75 as '1m15s'; above one hour, hours and minutes."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -134,6 +134,6 @@ def human_seconds(seconds: float) -> str:
 
 
 def result(path: object) -> None:
-    """The path of what a command made: the last line on stdout, for scripts to read."""
+    """Print the path of what a command made, as the last line on stdout, for scripts to read."""
     if is_main_process():
         data.print(str(path), markup=False)

@@ -1,10 +1,13 @@
-"""Text by name, as documents: one reader for calibration, uptraining and evaluation.
+"""Read text by name, as documents, for calibration, uptraining and evaluation alike.
 
 A corpus is named ``NAME`` or ``NAME#SPLIT``:
 
-- ``stdlib``: CPython's standard library, present wherever Python is; splits ``train`` and ``heldout``;
+- ``stdlib``: the standard library of this Python; splits ``train`` and ``heldout``;
 - a ``.txt``, ``.jsonl``/``.json`` or ``.parquet`` file (``text`` column), or a folder of them;
-- anything else is a ``datasets`` id, ``org/name`` or ``org/name:config``, its revision after ``@``.
+- any other name is a ``datasets`` id, ``org/name`` or ``org/name:config``, its revision after ``@``.
+
+Local JSON lines and parquet are not read through ``datasets``: it names no line of a broken file, refuses half a
+surrogate pair, and reads a whole row group of parquet into memory.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _WIKITEXT_TITLE = re.compile(r"^ = [^=].*[^=] = *$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
-    """One text that stands alone: a module, an article, a record; ``target`` is what is to be written of it."""
+    """One text that stands alone: a module, an article, a record. ``target`` is what a model is to write for it."""
 
     name: str
     text: str
@@ -41,32 +44,32 @@ class Document:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All that a hash must cover."""
+        """Everything that a hash of the text must cover."""
         return (self.name, self.text) if self.target is None else (self.name, self.text, self.target)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Fields of a record: its text, and the target where there is one. A dot leads further in: ``translation.en``."""
+    """Fields of a record: its text, and its target if it has one. A dot leads into a field: ``translation.en``."""
 
     text: str = "text"
     target: str | None = None
 
 
 TEXT = Columns()
-"""The text alone, from the column of that name."""
+"""The column ``text`` alone."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Named documents, read again on each pass.
+    """Named documents, read anew on each pass.
 
     Attributes:
-        spec: the name that opens the same corpus again, its split included.
-        revision: what the text is a version of, e.g. ``CPython 3.11.7`` or a commit.
+        spec: name that opens the same corpus again, with its split.
+        revision: version of the text, for example ``CPython 3.11.7`` or a commit.
         read: opens a fresh iterator over the documents, always in the same order.
-        streamed: the text comes over the network and may not end, so it is known by its name and revision alone.
-        plain: none of it is records, so it has no columns.
+        streamed: the text comes over the network and may not end, so it is identified by name and revision alone.
+        plain: the text has no records, so it has no columns.
     """
 
     spec: str
@@ -80,7 +83,7 @@ class Corpus:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash over names and texts, in order; reads the corpus once."""
+        """Hash of names and texts, in order. Reads the corpus once."""
         digest = hashlib.sha256()
         for document in self:
             for part in document.parts:
@@ -89,7 +92,7 @@ class Corpus:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, str]:
-        """What a record must hold to find the same text again."""
+        """Describe the text so that it can be found again."""
         known = {"corpus": self.spec, "revision": self.revision}
         return known if self.streamed else {**known, "sha256": self.sha256}
 
@@ -98,13 +101,12 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
     """Open a corpus by name.
 
     Args:
-        spec: ``NAME`` or ``NAME#SPLIT``, see the module's text.
-        default_split: taken where ``spec`` names none; files have no splits and are taken whole.
-        columns: of its records; plain text is taken whole, whatever column holds that of others.
+        spec: ``NAME`` or ``NAME#SPLIT``, see the top of this module.
+        default_split: used if ``spec`` names none. Files have no splits and are read whole.
+        columns: columns of its records. Plain text has none and is read whole.
 
     Raises:
-        UsageError: no such file, an unknown split, a name that is neither file nor data set, or a target column of
-            plain text.
+        UsageError: there is no such file, split or data set, or a target column is named for plain text.
         DataError: the corpus holds no text.
     """
     name, _, split = spec.partition("#")
@@ -133,17 +135,17 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
 
 
 def is_local(spec: str) -> bool:
-    """Whether the name means text of this machine, be it there or not, rather than a ``datasets`` id."""
+    """Whether the name means text on this machine, missing or not, and not a ``datasets`` id."""
     name = spec.partition("#")[0]
     path = Path(name).expanduser()
     return name in ("", "stdlib") or path.exists() or path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~"))
 
 
 def refuse_idle_column(corpora: Sequence[Corpus], columns: Columns) -> None:
-    """Raise where a column of the text is named and no corpus has columns.
+    """Refuse a column of the text if no corpus has columns.
 
     Raises:
-        UsageError: so it is.
+        UsageError: the column would have no effect.
     """
     if columns.text != TEXT.text and all(corpus.plain for corpus in corpora):
         raise _no_columns(" and ".join(corpus.spec for corpus in corpora))
@@ -176,12 +178,12 @@ def _open_stdlib(split: str) -> Corpus:
 
 
 def _stdlib_modules(root: Path) -> list[str]:
-    """Relative paths of the modules, ordered by hash so that any prefix is a fair sample."""
+    """List relative paths of the modules, ordered by hash so that any first part is a fair sample."""
     found = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         folders = relative.parts[:-1]
-        # Build settings differ from one machine to the next; they are no source text.
+        # Build settings differ from one machine to the next.
         if any(part in _SKIPPED_FOLDERS or part.startswith("config-") for part in folders):
             continue
         if relative.name.startswith("_sysconfigdata"):
@@ -195,7 +197,7 @@ def _path_hash(module: str) -> str:
 
 
 def _stdlib_split(module: str) -> str:
-    """The split hangs on the module's path alone, so it is the same on every Python."""
+    """Choose the split by the module's path alone, so that it is the same on every Python."""
     return HELDOUT if int(_path_hash(module)[-8:], 16) % _HELDOUT_SHARE == 0 else TRAIN
 
 
@@ -230,7 +232,7 @@ def _read_file(file: Path, columns: Columns) -> Iterator[Document]:
 
 
 def _read_plain(file: Path) -> Iterator[Document]:
-    """A WikiText file gives its articles, any other file is one document."""
+    """Read one document per article from a WikiText file, and any other file as one document."""
     text = file.read_text(encoding="utf-8")
     starts = [match.start() for match in _WIKITEXT_TITLE.finditer(text)]
     if not starts:
@@ -249,7 +251,7 @@ def _read_json_lines(file: Path, columns: Columns) -> Iterator[Document]:
                 record = json.loads(line)
             except json.JSONDecodeError as problem:
                 raise DataError(
-                    f"Line {number} of {file} is no JSON: {problem.msg}.", "Each line must be one JSON object."
+                    f"Line {number} of {file} is not JSON: {problem.msg}.", "Each line must be one JSON object."
                 ) from problem
             yield _document(f"{file.name}#{number}", record, columns, f"line {number} of {file}")
 
@@ -261,7 +263,7 @@ def _read_parquet(file: Path, columns: Columns) -> Iterator[Document]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowException as problem:
-        raise DataError(f"{file} is no readable parquet file: {problem}.") from problem
+        raise DataError(f"{file} is not a readable parquet file: {problem}.") from problem
     number = 0
     for batch in table.iter_batches(batch_size=1024):
         for record in batch.to_pylist():
@@ -282,7 +284,7 @@ def _document(name: str, record: Any, columns: Columns, where: str) -> Document:
 
 
 def _field(record: Any, column: str, where: str) -> str:
-    """The string in a column; a column of this very name goes before one that its dots lead to."""
+    """Read the string in a column. A column of this very name counts before one that its dots lead to."""
     found = record.get(column) if isinstance(record, dict) else None
     if found is None:
         found = record
@@ -290,12 +292,12 @@ def _field(record: Any, column: str, where: str) -> str:
             found = found.get(part) if isinstance(found, dict) else None
     if not isinstance(found, str):
         raise DataError(f"There is no text in {where}.", f"Each record needs a field {column!r} that holds a string.")
-    # half a surrogate pair is legal in JSON, and no tokenizer takes it
+    # half a surrogate pair is legal in JSON, but tokenizers fail on it
     return found.encode("utf-8", "replace").decode("utf-8")
 
 
 def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
-    """A ``datasets`` id, streamed; ``heldout`` means its validation split."""
+    """Stream a ``datasets`` id; ``heldout`` means its validation split."""
     import datasets
 
     path, _, revision = name.partition("@")
@@ -303,7 +305,7 @@ def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
     wanted = "validation" if split == HELDOUT else split
     try:
         stream = datasets.load_dataset(path, config or None, split=wanted, revision=revision or None, streaming=True)
-    except Exception as problem:  # the library raises many kinds; each means that this name gives no data
+    except Exception as problem:  # the library raises many kinds, and each means that there is no such data set
         raise UsageError(
             f"{name!r} is neither a file nor a data set that can be opened: {type(problem).__name__}: {problem}",
             "Give the path of a text file, 'stdlib', or a datasets id like 'org/name:config#split'.",
@@ -320,10 +322,10 @@ def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
 
 
 class Encoder:
-    """Token ids of one document as the tokenizer's own policy has them, closed by a separator.
+    """Turns a document into token ids as its tokenizer does, and separates it from the next one.
 
-    The separator is eos, else bos in front; a tokenizer with neither packs documents without one, with a warning.
-    No token is ever added to the vocabulary.
+    The separator is EOS at the end, or BOS in front if there is no EOS. Without either, documents are joined without a
+    separator, with a warning. No token is ever added to the vocabulary.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The errors a user can meet: what went wrong, and a hint that says what to do about it."""
+"""Errors for users. Each says what went wrong, and hints at what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class HeadfoldError(Exception):
 
     Args:
         message: one sentence: what failed, and why.
-        hint: what to type or change; shown on a line of its own.
+        hint: what to type or change, shown on a line of its own.
     """
 
     exit_code = 1
@@ -30,15 +30,15 @@ class CheckpointError(HeadfoldError):
 
 
 class UnsupportedError(HeadfoldError):
-    """The checkpoint is sound, but headfold cannot convert or run it correctly, so it does not try."""
+    """The checkpoint is sound, but headfold cannot convert or run it correctly, and refuses."""
 
 
 class DataError(HeadfoldError):
-    """Text that cannot be used: empty, unreadable, or too short for what was asked."""
+    """Text cannot be used: it is empty, unreadable or too short."""
 
 
 class TrainingError(HeadfoldError):
-    """Training cannot go on, for example because the loss is no longer a number."""
+    """Training cannot go on, for example because the loss is not a number."""
 
 
 class Interrupted(HeadfoldError):

@@ -28,6 +28,7 @@ from headfold import (
 from headfold import uptrain_checkpoint as uptrain
 from headfold.corpus import TRAIN, open_corpus
 from headfold.errors import HeadfoldError
+from headfold.eval.results import Comparison
 from headfold.recipes.pretrain import SETTINGS, write_blank
 
 CONTEXT = 256
@@ -59,11 +60,10 @@ def main() -> None:
         console.error(problem.message, problem.hint)
         sys.exit(problem.exit_code)
     rows = [
-        [model["name"], "/".join(map(str, model["kv_heads"])), f"{model['perplexity']:.2f}"]
-        for model in map(_row, results["models"])
+        [model.name, "/".join(map(str, model.kv_heads)), f"{model.perplexity.value:.2f}"] for model in results.models
     ]
     console.table(f"{options.tokens:,} pretraining tokens, {options.fraction:.0%} of them for uptraining",
-                  ("checkpoint", "KV heads", "perplexity"), [list(map(str, row)) for row in rows])  # fmt: skip
+                  ("checkpoint", "KV heads", "perplexity"), rows)  # fmt: skip
 
 
 def _options() -> argparse.Namespace:
@@ -81,7 +81,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Comparison:
     """Every step whose folder is not there yet; returns the comparison."""
     out = options.out
     source = _once(out / "source", lambda folder: pretrain(folder, options))
@@ -136,10 +136,6 @@ def convert(source: Path, folder: Path, method: str, options: argparse.Namespace
 
 def _once(folder: Path, make: Any) -> Path:
     return folder if folder.exists() else Path(make(folder))
-
-
-def _row(model: dict[str, Any]) -> dict[str, Any]:
-    return {"name": model["name"], "kv_heads": model["kv_heads"], "perplexity": model["perplexity"]["value"]}
 
 
 if __name__ == "__main__":

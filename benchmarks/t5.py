@@ -29,6 +29,7 @@ from headfold import (
 from headfold import uptrain_checkpoint as uptrain
 from headfold.corpus import TRAIN, open_corpus
 from headfold.errors import HeadfoldError, UnsupportedError
+from headfold.eval.results import Comparison, ModelResult
 from headfold.recipes.pretrain import SETTINGS, write_blank
 
 CONTEXT = 128
@@ -45,7 +46,7 @@ def main() -> None:
         sys.exit(problem.exit_code)
     title = f"{options.tokens:,} pretraining tokens, {options.fraction:.0%} of them for uptraining"
     columns = ("checkpoint", "KV heads", "target loss", "perplexity per target token", "change", "both caches")
-    console.table(title, columns, [_row(model) for model in results["models"]])
+    console.table(title, columns, [_row(model) for model in results.models])
 
 
 def _options() -> argparse.Namespace:
@@ -59,7 +60,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Comparison:
     """Every step whose folder is not there yet; returns the comparison."""
     out = options.out
     source = _once(out / "source", lambda folder: pretrain(folder, options.tokens))
@@ -119,14 +120,14 @@ def _once(folder: Path, make: Any) -> Path:
     return folder if folder.exists() else Path(make(folder))
 
 
-def _row(model: dict[str, Any]) -> list[str]:
-    value, pair = model["perplexity"]["value"], model.get("against_source")
-    caches = [model["cache_bytes_per_token"], model["cross_cache_bytes_per_token"]]
-    change = "" if pair is None else f"{pair['perplexity_ratio']['value'] - 1:+.1%}"
+def _row(model: ModelResult) -> list[str]:
+    value, pair = model.perplexity.value, model.against_source
+    caches = [model.cache_bytes_per_token, model.cross_cache_bytes_per_token]
+    change = "" if pair is None else f"{pair.perplexity_ratio.value - 1:+.1%}"
     sizes = " and ".join(console.human_bytes(size) for size in caches)
     return [
-        model["name"],
-        "/".join(map(str, model["kv_heads"])),
+        model.name,
+        "/".join(map(str, model.kv_heads)),
         f"{math.log(value):.3f}",
         f"{value:.2f}",
         change,

@@ -152,7 +152,8 @@ def now() -> float:
 
 def run_ours(options: argparse.Namespace) -> dict[str, float]:
     """The run that `headfold uptrain` makes, fed with prepared batches."""
-    from headfold.uptrain.estimate.cost import ModelSize, flops_per_token
+    from headfold.uptrain.estimate.cost import flops_per_token
+    from headfold.uptrain.estimate.model_size import ModelSize
     from headfold.uptrain.processes.devices import peak_flops
     from headfold.uptrain.settings import UptrainSettings
     from headfold.uptrain.training.opening import open_run

@@ -1,1 +1,1 @@
-"""A Hugging Face checkpoint on disk: headers, lazy tensors, writing shards, publishing whole folders, the record."""
+"""Find, read and write Hugging Face checkpoints: layout first, weights only when they are needed."""

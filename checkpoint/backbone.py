@@ -1,6 +1,6 @@
-"""A language model below its head, so that logits can be computed for a few positions at a time.
+"""Run a language model up to its head, so that logits can be computed for a few positions at a time.
 
-Letters of shapes: B sequences, T tokens, C hidden size, N positions.
+Letters of shapes: B sequences, T tokens of a sequence, C hidden width, N tokens taken out of their sequences.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..errors import UnsupportedError
 
 
 class Backbone:
-    """Runs a model up to its head; and lets the model's own code run its head on states computed before.
+    """Runs a model up to its head, and runs its head, by the model's own code, on states computed before.
 
     Args:
-        run: computes what is below the head, with ``last_hidden_state`` (B, T, C) in what it returns.
-        last: the module that gives that state to the head; silenced while the head runs alone.
-        beside: what a call of the model needs beside token ids while ``last`` is silenced, given the states.
+        run: computes everything below the head; its output has ``last_hidden_state`` (B, T, C).
+        last: the module that hands this state to the head. It does nothing while the head runs alone.
+        beside: makes the inputs that the model needs beside token ids while the head runs alone, from the states.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Backbone:
 
     @classmethod
     def of(cls, model: Any) -> Backbone | None:
-        """That of a model, or None where its class has no such part.
+        """Find the backbone of a model; None if its class has no such part.
 
-        Most classes keep it in one module that runs. Others have encoder and decoder, alone (T5) or in a module that
-        only holds them, and their own forward pass brings the two together.
+        Most classes keep it in one module that has a forward pass. Others have an encoder and a decoder, alone (T5) or
+        in a module without a forward pass, and join the two in the forward pass of the whole model.
         """
         found = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
         inner = found if isinstance(found, nn.Module) and found is not model else None
@@ -46,17 +46,20 @@ class Backbone:
         return None
 
     def __call__(self, **inputs: Any) -> Any:
-        """The outputs for these inputs of the model, ``last_hidden_state`` among them."""
+        """Compute the outputs below the head, ``last_hidden_state`` among them."""
         return self._run(**inputs)
 
     @contextmanager
     def answering(self, states_1NC: Tensor) -> Iterator[dict[str, Any]]:
-        """While open, a call of the model with the inputs yielded gives its head's logits for these states."""
+        """Make the model's head answer for these states: call the model with the yielded inputs for their logits.
+
+        The head is not called by itself because many classes scale or cap logits after it, in their forward pass.
+        """
         outputs = _outputs(pair=self._beside is _target_ids)(last_hidden_state=states_1NC)
         ids_1N = torch.zeros(states_1NC.shape[:2], dtype=torch.long, device=states_1NC.device)
         inputs = {"input_ids": ids_1N, **(self._beside(states_1NC) if self._beside else {})}
         module: Any = self._last
-        own = module.__dict__.get("forward")  # accelerate puts a forward of its own there
+        own = module.__dict__.get("forward")  # accelerate replaces forward on the instance
         module.forward = lambda *_, **__: outputs
         try:
             yield inputs
@@ -68,14 +71,14 @@ class Backbone:
 
 
 def _outputs(pair: bool) -> Any:
-    """What a module below a head returns, with every field that a head reads; ``pair``: of encoder and decoder."""
+    """Choose the class of outputs that has every field a head may read; ``pair`` for encoder and decoder."""
     from transformers import modeling_outputs as known
 
     return known.Seq2SeqModelOutput if pair else known.MoEModelOutputWithPastAndCrossAttentions
 
 
 def _run_both(encoder: Any, decoder: Any, **inputs: Any) -> Any:
-    """Encoder, then decoder, as the forward pass of a class of the T5 kind has them."""
+    """Run the encoder, then the decoder, as the forward pass of T5 and its like does."""
     read_ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
     written_ids = inputs.pop("decoder_input_ids")
     read = encoder(input_ids=read_ids, attention_mask=mask).last_hidden_state
@@ -87,29 +90,29 @@ def _target_ids(states_1NC: Tensor) -> dict[str, Any]:
 
 
 def _nothing_read(states_1NC: Tensor) -> dict[str, Any]:
-    """Instead of an encoder's output, which a silenced decoder does not look at."""
+    """Stand in for an encoder's output, which nothing reads while the decoder does nothing."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return {**_target_ids(states_1NC), "encoder_outputs": BaseModelOutput(last_hidden_state=states_1NC[:, :1])}
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """The model reads one sequence and writes another."""
+    """Tell whether the model reads one sequence and writes another."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def trial_inputs(model: Any, ids_1T: Tensor) -> dict[str, Tensor]:
-    """Inputs for a try of a model on a few tokens; an encoder-decoder reads and writes the same ones."""
+    """Make inputs to try a model on a few tokens; an encoder-decoder reads and writes the same tokens."""
     return {"input_ids": ids_1T, **({"decoder_input_ids": ids_1T} if is_encoder_decoder(model) else {})}
 
 
 def decoder_inputs(model: Any, labels_BT: Tensor) -> Tensor:
-    """What an encoder-decoder's decoder is given to write these labels, (B, T): they moved on by one.
+    """Shift labels (B, T) by one, into the ids that a decoder is given to write them.
 
-    The model's own rule: most begin with their start token, mbart with the language that closes its labels.
+    The model's own rule counts. Most models begin with a start token, mBART with the language that ends its labels.
 
     Raises:
-        UnsupportedError: the config does not say what the decoder starts with.
+        UnsupportedError: the config does not say which token the decoder starts with.
     """
     from ..libraries.transformers_internals import shift_tokens_right
 
@@ -121,6 +124,6 @@ def decoder_inputs(model: Any, labels_BT: Tensor) -> Tensor:
         return shift_tokens_right(model, labels_BT)
     except (AttributeError, KeyError, ValueError) as problem:
         raise UnsupportedError(
-            f"config.json of this {type(model).__name__} does not say what its decoder starts with.",
-            "Add decoder_start_token_id and pad_token_id, as the model was trained with.",
+            f"config.json of this {type(model).__name__} does not say which token its decoder starts with.",
+            "Add the decoder_start_token_id and pad_token_id that the model was trained with.",
         ) from problem

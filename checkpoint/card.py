@@ -1,4 +1,4 @@
-"""The model card: README.md of a result, in the form that the Hugging Face hub reads."""
+"""Write the model card of a result: README.md, in the form that the Hugging Face hub reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_card(folder: Path, results: Sequence[Sequence[str]] | None = None) -> 
 
     history = read_record(folder)["history"]
     if not history:
-        raise HeadfoldError(f"{folder} has no {RECORD_NAME}, so there is nothing to write a card from.")
+        raise HeadfoldError(f"{folder} has no {RECORD_NAME}, and the model card is written from it.")
     inherited = _inherited(folder)
     tags = [tag for tag in inherited.get("tags") or [] if isinstance(tag, str) and tag not in _TAGS]
     base = _base_model(history) or inherited.get("base_model")
@@ -50,7 +50,7 @@ _TAGS = ("headfold", "grouped-query-attention")
 
 
 def _inherited(folder: Path) -> dict[str, Any]:
-    """Metadata of the card that is there; one that headfold did not write is set aside first."""
+    """Read the metadata of the card that is there. Rename the card first if headfold did not write it."""
     card, source_card = folder / CARD_NAME, folder / SOURCE_CARD_NAME
     if not card.exists():
         return {}
@@ -65,12 +65,12 @@ def _metadata(card: Path) -> dict[str, Any]:
 
     try:
         return dict(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except Exception:  # a stranger's card may hold anything; then nothing is carried over
+    except Exception:  # a card may hold anything; a result must not fail because of it
         return {}
 
 
 def _base_model(history: list[dict[str, Any]]) -> str | None:
-    """The hub id of the first source, where it was one or lay in the hub's cache."""
+    """Find the hub id of the first source, also if it was given as a folder of the hub's cache."""
     first = history[0]
     snapshot = _SNAPSHOT.search(str(first.get("source_folder", "")))
     if snapshot:
@@ -109,13 +109,13 @@ def _how_it_loads(model_type: str) -> str:
     if own is None:
         return "It loads like any checkpoint of its type; nothing else needs to be installed."
     return (
-        f"Its model class is in `{own.file_name}` beside the weights, so load it with "
+        "Its model class is in a file beside the weights, which `auto_map` in config.json names. Load it with "
         f"`{own.auto_class}.from_pretrained(…, trust_remote_code=True)`; nothing else needs to be installed."
     )
 
 
 def _rewritten(history: list[dict[str, Any]]) -> list[str]:
-    """That the source was of another type, and where the result runs."""
+    """Say that the source was of another type, and where the result runs."""
     found = next((entry["rewrite"] for entry in reversed(history) if entry.get("rewrite")), None)
     if found is None:
         return []
@@ -138,7 +138,7 @@ _SHOWN = (
 
 
 def _step(entry: dict[str, Any]) -> list[str]:
-    """One entry of the record: what was done, by which command."""
+    """Describe one entry of the record."""
     rows = [[title, _number(entry[key])] for key, title in _SHOWN if entry.get(key) is not None]
     lines = [f"### {str(entry.get('step', 'step')).capitalize()}", "", "```", str(entry.get("command", "")), "```", ""]
     lines += [*_table([["", ""], *rows]), ""] if rows else []

@@ -1,4 +1,4 @@
-"""Read and write safetensors headers; the bytes behind them stay where they are.
+"""Read and write safetensors headers without reading the weights behind them.
 
 The format: 8 bytes little-endian length N, N bytes of JSON (name → dtype, shape, data_offsets), then one buffer without
 gaps. https://github.com/huggingface/safetensors#format
@@ -44,17 +44,17 @@ _TORCH_NAMES = {
     "F64": "float64",
 }
 FLOATS = ("F16", "BF16", "F32", "F64")
-"""The dtypes whose values can be averaged; 8-bit floats cannot, their scales lie elsewhere."""
+"""The dtypes whose values can be averaged. Those of 8-bit floats cannot: their scales are in other tensors."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Where one tensor is on disk.
 
     Attributes:
         dtype: as safetensors spells it, for example ``BF16``.
         begin, end: absolute byte range in ``file``.
-        strides: steps between elements, of a pickled tensor that is not laid out row by row; else None.
+        strides: steps between elements of a pickled tensor that is not stored row by row; None for all others.
     """
 
     name: str
@@ -67,28 +67,26 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, laid out row by row."""
+        """Bytes of its elements when they are stored row by row."""
         return byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of one file: its tensors in the order of their bytes, and its free-form metadata."""
+    """Header of one file: its tensors in the order of their bytes, and its free-form metadata."""
 
     tensors: tuple[TensorInfo, ...]
     metadata: dict[str, str]
 
 
 def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor.
+    """Count the bytes of a tensor.
 
     Raises:
-        CheckpointError: this version does not know the dtype.
+        CheckpointError: the dtype is unknown.
     """
     if dtype not in _BITS:
-        raise CheckpointError(
-            f"The safetensors dtype {dtype} is not known.", "Save the checkpoint in a standard dtype."
-        )
+        raise CheckpointError(f"The safetensors dtype {dtype} is unknown.", "Save the checkpoint in a standard dtype.")
     return math.prod(shape) * _BITS[dtype] // 8
 
 
@@ -96,13 +94,13 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """``BF16`` → ``torch.bfloat16``.
 
     Raises:
-        CheckpointError: headfold computes nothing in this dtype.
+        CheckpointError: headfold does not compute in this dtype.
     """
     import torch
 
     if dtype not in _TORCH_NAMES:
         raise CheckpointError(
-            f"Tensors of dtype {dtype} cannot be computed with.", "Save the checkpoint in bf16 or float32."
+            f"headfold does not compute with tensors of dtype {dtype}.", "Save the checkpoint in bf16 or float32."
         )
     found: torch.dtype = getattr(torch, _TORCH_NAMES[dtype])
     return found
@@ -112,7 +110,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` → ``BF16``.
 
     Raises:
-        CheckpointError: the safetensors format has no such dtype, or headfold does not know it.
+        CheckpointError: the dtype is unknown to safetensors or to headfold.
     """
     spelled = str(dtype).removeprefix("torch.")
     for name, torch_name in _TORCH_NAMES.items():
@@ -122,10 +120,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
-    """One tensor, mapped from its file: its pages are the file's own and count as cache, not as memory in use.
+    """Map one tensor from its file. Its pages count as the system's cache, not as memory of this process.
 
     Raises:
-        CheckpointError: headfold computes nothing in its dtype.
+        CheckpointError: headfold does not compute in its dtype.
     """
     import torch
 
@@ -138,6 +136,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         mapped = mmap.mmap(stream.fileno(), info.end - base, access=mmap.ACCESS_COPY, offset=base)
     offset, count = info.begin - base, (info.end - info.begin) // dtype.itemsize
     if offset % dtype.itemsize:
+        # safetensors allows unaligned tensors, torch does not: copy these
         flat = torch.frombuffer(bytearray(mapped[offset:]), dtype=dtype, count=count)
     else:
         flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
@@ -164,11 +163,11 @@ def read_header(file: Path) -> Header:
     except FileNotFoundError as problem:
         raise CheckpointError(f"{file} does not exist.", "The checkpoint is incomplete: fetch it again.") from problem
     except (UnicodeDecodeError, ValueError, RecursionError) as problem:
-        raise _damaged(file, "its header is no JSON") from problem
+        raise _damaged(file, "its header is not JSON") from problem
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror}.", "Check its permissions.") from problem
     if not isinstance(entries, dict):
-        raise _damaged(file, "its header is no JSON object")
+        raise _damaged(file, "its header is not a JSON object")
     metadata = _metadata(entries.pop("__metadata__", None))
     start = _LENGTH_BYTES + length
     tensors = sorted(
@@ -179,7 +178,7 @@ def read_header(file: Path) -> Header:
 
 
 def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The bytes before the buffer of a file that holds ``tensors`` (name, dtype, shape) in this order, without gaps."""
+    """Encode the header of a file that holds ``tensors`` (name, dtype, shape) in this order, without gaps."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, dtype, shape in tensors:
@@ -192,7 +191,7 @@ def encode_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata:
 
 
 def _metadata(raw: object) -> dict[str, str]:
-    """Free-form metadata; some writers leave it out, or write null or an empty object."""
+    """Read the free-form metadata. Some writers leave it out, or write null."""
     if not isinstance(raw, dict):
         return {}
     return {str(key): str(value) for key, value in raw.items()}
@@ -205,7 +204,7 @@ def _tensor(file: Path, name: str, entry: object, start: int) -> TensorInfo:
         ):
             info = TensorInfo(name, dtype, tuple(shape), file, start + begin, start + end)
         case _:
-            raise _damaged(file, f"the header entry of {name} makes no sense")
+            raise _damaged(file, f"the header entry of {name} is not valid")
     if end - begin != info.nbytes:
         raise _damaged(
             file, f"{name} has {end - begin} bytes, but its shape {list(shape)} in {dtype} needs another number"

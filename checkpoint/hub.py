@@ -1,4 +1,4 @@
-"""Find the folder of a checkpoint: a local path, or a Hugging Face hub id that is downloaded first."""
+"""Exchange checkpoints with the Hugging Face hub: download one by its id, push a finished folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from ..errors import HeadfoldError, UsageError, first_line
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
-"""Weights in other formats and training state: neither downloaded nor copied, since they would hold the source."""
+"""Weights in other formats and training state. They are not copied: they would carry the source's heads along."""
 _PICKLED = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")  # only where a repository has nothing better
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder of ``spec``; a hub id goes through huggingface_hub's cache.
+    """Find the local folder of ``spec``: a path, or a hub id, which is downloaded into huggingface_hub's cache.
 
     Args:
-        weights: False leaves the weights of a hub id where they are.
+        weights: False leaves out the weights of a hub id.
 
     Raises:
-        UsageError: there is no such folder, and no hub repository of that name can be reached.
+        UsageError: there is no such folder, and no such repository can be reached.
     """
     folder = Path(spec).expanduser()
     if folder.is_dir():
@@ -55,16 +55,16 @@ def _download(
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         raise UsageError(
-            f"There is no folder {name} here, and the hub gives no checkpoint of that name: {first_line(problem)}",
+            f"There is no folder {name} here, and no such checkpoint could be downloaded: {first_line(problem)}",
             "Check the spelling and the network; private models need `hf auth login`.",
         ) from problem
 
 
 def require_login(repo_id: str) -> None:
-    """Check name and login before any work is done.
+    """Check the name and the login before any work is done.
 
     Raises:
-        UsageError: the hub could not have a repository of this name, or there is no login that it accepts.
+        UsageError: the name is not valid, or the hub does not accept the login.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
@@ -74,7 +74,7 @@ def require_login(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as problem:
         raise UsageError(
-            f"{repo_id!r} is no name of a repository: {first_line(problem)}", "Write it as OWNER/NAME."
+            f"{repo_id!r} is not a valid repository name: {first_line(problem)}", "Write it as OWNER/NAME."
         ) from problem
     try:
         HfApi().whoami()
@@ -87,13 +87,13 @@ def require_login(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload ``folder`` to ``repo_id``, which is created where it is missing.
+    """Upload ``folder`` to ``repo_id``, which is created if it is missing.
 
     Returns:
         The address of the commit.
 
     Raises:
-        HeadfoldError: it did not work; the folder is as it was.
+        HeadfoldError: the upload failed; the folder is unchanged.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""Load a model for running it, and refuse a load that transformers would only warn about."""
+"""Load models and tokenizers to run them. What transformers would only warn about is an error here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, first_line
-from .modelling import OwnType, admit, is_ours, own_type
+from .modelling import OwnModelType, is_ours, own_type, register_own_code
 
 
 def load_language_model(
@@ -19,18 +19,18 @@ def load_language_model(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """``from_pretrained`` of the Auto class for the checkpoint, whose every weight really comes from the checkpoint.
+    """Load a checkpoint, and make sure that every weight comes from it.
 
-    ``AutoModelForSeq2SeqLM`` for an encoder-decoder, else ``AutoModelForCausalLM``.
+    The class is the one that ``AutoModelForSeq2SeqLM`` chooses for an encoder-decoder, and ``AutoModelForCausalLM``
+    for any other type.
 
     Args:
         folder: checkpoint folder or hub id.
-        dtype: of the parameters in memory; ``auto`` is that of the checkpoint.
-        device_map: as the library takes it; ``meta`` checks names and shapes and reads no weights.
+        dtype: of the parameters in memory; ``auto`` takes the checkpoint's dtype.
+        device_map: as transformers takes it; ``meta`` checks names and shapes without reading weights.
 
     Raises:
-        CheckpointError: the class finds no weights, or weights are missing or have the wrong shape
-            (transformers would fill them with random numbers and go on).
+        CheckpointError: weights are missing or have the wrong shape (transformers would fill them with random numbers).
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     own = _brought(folder, trust_remote_code)
@@ -59,10 +59,10 @@ def load_language_model(
 def blank_language_model(
     folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """A model of the checkpoint's class with new weights, from its config.json alone; under ``meta`` with none.
+    """Make a model of the checkpoint's class with new weights, from config.json alone; on ``meta`` without weights.
 
     Raises:
-        CheckpointError: there is no config.json, or none that describes a language model.
+        CheckpointError: config.json is missing or does not describe a language model.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     try:
@@ -72,11 +72,11 @@ def blank_language_model(
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The checkpoint's config as transformers, or a class of our own, reads it.
+    """Read the config of a checkpoint, of a type of transformers or of headfold.
 
     Raises:
-        CheckpointError: there is none, or none that can be read.
-        UnsupportedError: it is of a type of our own, with a file that is not ours.
+        CheckpointError: it is missing or cannot be read.
+        UnsupportedError: its type is headfold's, but the code beside it is not.
     """
     from transformers import AutoConfig
     from transformers.utils import logging
@@ -92,27 +92,29 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise _cannot_load(folder, problem) from problem
 
 
-def _brought(folder: str | Path, trust_remote_code: bool) -> OwnType | None:
-    """The type of our own whose code the checkpoint brings in another form, where that may run; else get ready for it.
+def _brought(folder: str | Path, trust_remote_code: bool) -> OwnModelType | None:
+    """Return headfold's own type if the checkpoint brings other code for it that may run; else register the type.
 
     Once a type is registered, the Auto classes run this package's code in place of the checkpoint's.
     """
     config = _config_json(folder)
     own = own_type(config)
-    if own is not None and trust_remote_code and not is_ours(own, Path(folder)):
+    if own is not None and trust_remote_code and not is_ours(own, config, Path(folder)):
         return own
-    admit(config, Path(folder))
+    register_own_code(config, Path(folder))
     return None
 
 
-def _brought_class(own: OwnType, auto_class: str, folder: str | Path) -> Any:
+def _brought_class(own: OwnModelType, auto_class: str, folder: str | Path) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(own.auto_map[auto_class], str(folder))
+    # an earlier version of headfold gave the file another name, so config.json is asked first
+    named = {**own.auto_map, **(_config_json(folder).get("auto_map") or {})}
+    return get_class_from_dynamic_module(named[auto_class], str(folder))
 
 
 def _config_json(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder; empty where there is none, as for a hub id."""
+    """Read config.json of a folder; empty if there is none, as for a hub id."""
     try:
         content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -121,7 +123,7 @@ def _config_json(folder: str | Path) -> dict[str, Any]:
 
 
 _FAULTS = (OSError, ValueError, RuntimeError, KeyError)
-"""What transformers raises over a checkpoint that is damaged or unknown to it."""
+"""Errors that transformers raises over a checkpoint that is damaged or unknown to it."""
 
 
 def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
@@ -129,7 +131,10 @@ def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
 
 
 def is_seq2seq(config: Any) -> bool:
-    """An encoder-decoder; some decoders of a pair that stand alone carry the mark of the whole, but no such class."""
+    """Tell whether a config is an encoder-decoder's.
+
+    Its own mark is not enough: some decoders that were cut out of an encoder-decoder still carry it.
+    """
     from transformers import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     if not getattr(config, "is_encoder_decoder", False):
@@ -148,15 +153,15 @@ def _auto_class(config: Any) -> Any:
 
 
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The checkpoint's own tokenizer.
+    """Load the checkpoint's own tokenizer.
 
     Raises:
-        CheckpointError: there is none, or it needs a package that is not installed.
+        CheckpointError: it is missing, or needs a package that is not installed.
     """
     from transformers import AutoTokenizer
 
     if not trust_remote_code:
-        admit(_config_json(folder), Path(folder))
+        register_own_code(_config_json(folder), Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as problem:

@@ -1,4 +1,4 @@
-"""Read the layout of a ``pytorch_model.bin``: where each tensor's bytes lie; no weight is read and no code is run.
+"""Find each tensor's bytes in a ``pytorch_model.bin`` without reading weights and without running code.
 
 torch.save writes a zip archive whose members are stored as they are, one per storage. torch.load on the meta device
 with ``weights_only`` gives names, shapes and strides, and says at which offset of the file each storage begins.
@@ -24,7 +24,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_pickle(file: Path) -> Header:
-    """The tensors of one ``.bin`` file, in the order of their bytes; names that share a storage keep their order.
+    """List the tensors of one ``.bin`` file in the order of their bytes; names that share a storage keep their order.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -53,12 +53,12 @@ def _load(file: Path) -> Any:
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
-        # what the reader raises for bytes that make no sense
+        # torch raises any of these for damaged bytes
         raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
 
 
 def _unsafe(file: Path, report: str) -> CheckpointError | UnsupportedError:
-    """torch's report names the class that weights_only does not allow; without one the bytes are no pickle at all."""
+    """Tell a pickle that runs code from damaged bytes: torch's report names the class that weights_only forbids."""
     named = _GLOBAL.search(report)
     if named is None:
         return CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.")
@@ -80,14 +80,16 @@ def _refuse_other_byte_order(file: Path) -> None:
 def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
     import torch
 
+    from ..libraries.torch_internals import offset_in_file
+
     if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
         raise _no_state_dict(file, f"{name!r}, a {type(entry).__name__},")
     if entry.layout != torch.strided or entry.is_quantized:
         raise UnsupportedError(f"{name} in {file} is a sparse or quantised tensor.", _SAVE_AGAIN)
-    start = getattr(entry.untyped_storage(), "_checkpoint_offset", None)
+    start = offset_in_file(entry)
     if start is None:
         raise UnsupportedError(f"{file} was saved in the format of torch before 1.6.", _SAVE_AGAIN)
-    begin = start + entry.storage_offset() * entry.itemsize
+    begin = int(start + entry.storage_offset() * entry.itemsize)
     end = begin + _span(entry)
     if end > min(start + entry.untyped_storage().nbytes(), size):
         raise CheckpointError(f"{file} is damaged: {name} reaches beyond its bytes.", "Fetch this file again.")
@@ -96,7 +98,7 @@ def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Count the bytes from the first to the last element."""
     if tensor.numel() == 0:
         return 0
     last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -105,6 +107,6 @@ def _span(tensor: torch.Tensor) -> int:
 
 def _no_state_dict(file: Path, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{file} is no plain state dict: it holds {what} where a named tensor should be.",
+        f"{file} is not a plain state dict: it holds {what} where a named tensor should be.",
         "It may be training state; save the model's state_dict alone, best as safetensors.",
     )

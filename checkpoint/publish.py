@@ -19,18 +19,18 @@ _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 
 
 def refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Refuse an output path that is in the way.
+    """Refuse an output path that cannot become the result.
 
     Raises:
-        UsageError: ``out`` exists and ``overwrite`` is false, or it is a file or link, which is never replaced, or the
-            working folder or a mount point, which cannot be.
+        UsageError: ``out`` holds something and ``overwrite`` is false. Or it is a file or link, which is never
+            replaced, or the working folder or a mount point, which cannot be.
     """
     if out.resolve() in (Path.cwd(), *Path.cwd().parents) or out.is_mount():
         raise UsageError(f"The output {out} is a folder that cannot be replaced.", "Name a folder inside it.")
     if not out.exists() and not out.is_symlink():
         return
     if out.is_symlink() or not out.is_dir():
-        raise UsageError(f"The output {out} exists and is no folder.", "Choose another path for the output.")
+        raise UsageError(f"The output {out} exists and is not a folder.", "Choose another path for the output.")
     if any(out.iterdir()) and not overwrite:
         raise UsageError(
             f"The output folder {out} exists and is not empty.",
@@ -42,7 +42,7 @@ def refuse_overlap(source: Path, out: Path) -> None:
     """Refuse an output that is the source, lies inside it or contains it.
 
     Raises:
-        UsageError: it does.
+        UsageError: the two overlap.
     """
     here, there = source.resolve(), out.expanduser().resolve()
     if here == there or here in there.parents or there in here.parents:
@@ -51,11 +51,11 @@ def refuse_overlap(source: Path, out: Path) -> None:
 
 @contextmanager
 def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary sibling of ``out`` to write to; rename it to ``out`` when the block ends well.
+    """Yield a temporary sibling of ``out`` to write to, and rename it to ``out`` when the block ends well.
 
-    A sibling lies on the same file system, so the rename is one atomic step. When the block raises, the
-    temporary folder is removed; when the process is killed, it stays behind under a name that looks unfinished,
-    and the next call for the same ``out`` removes it.
+    A sibling is on the same file system, so the rename is one atomic step. If the block raises, the temporary folder
+    is removed. If the process is killed, the folder stays behind under a name that looks unfinished, and the next call
+    for the same ``out`` removes it.
 
     Raises:
         UsageError: ``out`` is in the way, see :func:`refuse_occupied`.
@@ -84,10 +84,10 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _swap_in(folder: Path, out: Path) -> None:
-    """Rename ``folder`` to ``out``; an old ``out`` steps aside first and goes only once the new one stands."""
+    """Rename ``folder`` to ``out``. An old ``out`` is renamed first, and removed only after that."""
     for file in folder.rglob("*"):
         if file.is_file():
-            # some writers make private files; whoever may read the folder may read what is in it
+            # some writers make private files, which others who may read the folder could not read
             file.chmod(file.stat().st_mode | 0o444 & ~_umask())
             flush(file)
     if not out.exists():
@@ -109,13 +109,13 @@ def _swap_in(folder: Path, out: Path) -> None:
 
 
 def remove_siblings(out: Path, kind: str) -> None:
-    """Remove the hidden folders beside ``out`` whose names are ``out``'s and ``kind``."""
+    """Remove the hidden folders beside ``out`` that are named after it and ``kind``."""
     for found in out.parent.glob(f".{escape(out.name)}{kind}*"):
         shutil.rmtree(found, ignore_errors=True)
 
 
 def _umask() -> int:
-    """mkdtemp makes private folders; the published one gets the user's usual permissions."""
-    current = os.umask(0)
+    """Read the user's umask: mkdtemp makes private folders, and the published one gets the usual permissions."""
+    current = os.umask(0)  # the only way to read it is to set it
     os.umask(current)
     return current

@@ -1,4 +1,4 @@
-"""Provenance: ``headfold.json`` beside the weights says how they came to be."""
+"""Keep the record of a checkpoint: ``headfold.json`` beside the weights says how they were made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("headfold", "torch", "transformers", "accelerate", "safetensors", "
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint folder; an empty history where it has none or an unreadable one."""
+    """Read the record of a checkpoint folder; its history is empty if there is none that can be read."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
@@ -36,7 +36,7 @@ def write_record(folder: Path, source: Path, entry: dict[str, Any]) -> None:
 
 
 def last_entry(folder: Path, step: str) -> dict[str, Any] | None:
-    """The newest entry of the history whose ``step`` is ``convert``, ``uptrain``, …"""
+    """Find the newest entry of a ``step``: ``convert``, ``uptrain``, …"""
     return next((entry for entry in reversed(read_record(folder)["history"]) if entry.get("step") == step), None)
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk, seen through its headers: no weight is read until it is asked for."""
+"""Open a Hugging Face checkpoint on disk by its headers; a weight is read only when it is needed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint folder holds.
+    """Contents of a checkpoint folder.
 
     Attributes:
-        spec: what the user called it; ``folder`` is where it lies.
-        config: config.json, parsed; ``config_text`` is the same as it stands on disk.
-        headers: weight file → its header; files that an index does not name are not here.
-        sharded: an index says where each tensor is.
-        tensors: name → where it lies, over all weight files.
-        side_files: every other file to copy, relative to ``folder``; ``left_out`` those that are not copied.
-        notes: what is odd about the folder, one sentence each.
+        spec: path or hub id as the user gave it. ``folder`` is where the files are.
+        config: config.json, parsed. ``config_text`` is the same file, unparsed.
+        headers: weight file → its header, without files that the index does not name.
+        sharded: whether an index says where each tensor is.
+        tensors: name → place on disk, over all weight files.
+        side_files: every other file to copy, relative to ``folder``. ``left_out``: files that are not copied.
+        notes: oddities of the folder, one sentence each.
     """
 
     spec: str
@@ -53,14 +53,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, spec: str | Path, *, revision: str | None = None, weights: bool = True) -> Checkpoint:
-        """Look at a local folder or a hub id.
+        """Open a local folder or a hub id.
 
         Args:
             revision: branch, tag or commit of a hub id.
-            weights: False needs config.json alone, so headers and tensors stay empty.
+            weights: False reads config.json only, and leaves headers and tensors empty.
 
         Raises:
-            UsageError: nothing is there.
+            UsageError: there is nothing of that name.
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no weights that can be read.
         """
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The weight files that count, absolute, in the order of the index."""
+        """Absolute paths of the weight files that are read, in the order of the index."""
         return list(self.headers)
 
     @property
@@ -119,13 +119,13 @@ class Checkpoint:
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file, see :func:`.header.read_tensor`."""
+        """Map one tensor from its file, see :func:`.header.read_tensor`."""
         return read_tensor(self.tensors[name])
 
     def digest(self) -> str:
-        """sha256 over config.json, every header and the first 4 KiB of every tensor.
+        """Hash config.json, every header and the first 4 KiB of every tensor (sha256).
 
-        Cheap for any size, and it tells fine-tunes of one model apart.
+        This is fast for any size, and tells fine-tunes of one model apart.
         """
         state = hashlib.sha256(self.config_text.encode("utf-8"))
         for file, header in self.headers.items():
@@ -147,10 +147,10 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(f"{folder / CONFIG_NAME} cannot be read: {problem.strerror}.") from problem
     except (ValueError, RecursionError) as problem:
         raise CheckpointError(
-            f"{folder / CONFIG_NAME} is no valid JSON: {problem}.", "Fetch or repair this file."
+            f"{folder / CONFIG_NAME} is not valid JSON: {problem}.", "Fetch or repair this file."
         ) from problem
     if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG_NAME} is no JSON object.", "Fetch or repair this file.")
+        raise CheckpointError(f"{folder / CONFIG_NAME} is not a JSON object.", "Fetch or repair this file.")
     return text, config
 
 
@@ -166,10 +166,9 @@ def _ties_head(config: dict[str, Any]) -> bool:
 
 
 def _without_twins(headers: dict[Path, Header]) -> tuple[dict[Path, Header], dict[str, str]]:
-    """Drop names of a pickled file that share all their bytes with an earlier one, as a tied head does.
+    """Drop names of a pickled file that share all their bytes with an earlier name, as a tied head does.
 
-    Safetensors files have no such names. Where the head is not tied by config.json both are kept: the class may need
-    them.
+    Safetensors files have no such names. If config.json does not tie the head, the class may need both names.
     """
     kept: dict[Path, Header] = {}
     twins: dict[str, str] = {}
@@ -210,7 +209,7 @@ def _collect_tensors(
 
 
 def _side_files(folder: Path, weights: WeightFiles) -> tuple[list[Path], list[Path], list[Path]]:
-    """Files to copy, files that are left out, and those of the latter that look like weights an index forgot."""
+    """Sort the files beside the weights: copied, left out, and left out although they look like weights."""
     copied, left_out = _walk(folder)
     used = {file.relative_to(folder) for file in weights.files}
     strays = [path for path in left_out if path.suffix == ".safetensors" and path not in used]
@@ -219,14 +218,14 @@ def _side_files(folder: Path, weights: WeightFiles) -> tuple[list[Path], list[Pa
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """All files below ``folder``, relative: those to copy as they are, and those left out."""
+    """List all files below ``folder``, relative to it: those to copy, and those to leave out."""
     copied: list[Path] = []
     left_out: list[Path] = []
     seen: set[str] = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         here = Path(place)
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
-        if os.path.realpath(place) in seen:  # a link that leads back up
+        if os.path.realpath(place) in seen:  # a link to a folder above would never end
             folders.clear()
             continue
         seen.add(os.path.realpath(place))

@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights: an index with shards or a single file, as safetensors or pickled."""
+"""Find the weight files of a folder: shards with an index, or a single file; safetensors or pickled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one kind of weight file is called, and how its layout is read."""
+    """File names of one format of weights, and the function that reads the layout of such a file."""
 
     single: str
     index: str
@@ -31,16 +31,16 @@ FORMATS = (
     WeightFormat(SINGLE_NAME, INDEX_NAME, ".safetensors", read_header),
     WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin", read_pickle),
 )
-"""In the order in which transformers looks for them; but an index counts before a single file, see GQ005."""
+"""In the order in which transformers looks for them."""
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files that count.
+    """The weight files that are read.
 
     Attributes:
         files: absolute, in the order of the index.
-        named: tensor → file name, of the index; None for a single file.
+        named: tensor → file name, from the index; None for a single file.
     """
 
     format: WeightFormat
@@ -49,13 +49,14 @@ class WeightFiles:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """The weight files of ``folder``; no header is read.
+    """Find the weight files of ``folder`` without reading their headers.
 
     Raises:
         CheckpointError: files are missing, or the index is damaged or points out of the folder.
         UnsupportedError: there are only weights in another format.
     """
     for form in FORMATS:
+        # An index counts before a single file: a folder with both holds a stray file of an older save.
         if _present(folder / form.index):
             named = _read_index(folder, form)
             return WeightFiles(form, tuple(folder / name for name in dict.fromkeys(named.values())), named)
@@ -65,12 +66,12 @@ def find_weights(folder: Path) -> WeightFiles:
 
 
 def safetensors_name(path: Path) -> Path:
-    """What a weight file is called in a result: ``pytorch_model-1-of-2.bin`` → ``model-1-of-2.safetensors``."""
+    """Name a weight file of the result: ``pytorch_model-1-of-2.bin`` → ``model-1-of-2.safetensors``."""
     return path.with_name(path.name.removeprefix("pytorch_")).with_suffix(".safetensors")
 
 
 def only_adapter(folder: Path) -> UnsupportedError | None:
-    """The refusal of a folder that holds an adapter and no model; None for any other folder."""
+    """Make the error for a folder that holds an adapter without a model; None for any other folder."""
     if not (folder / "adapter_config.json").exists():
         return None
     return UnsupportedError(
@@ -103,7 +104,7 @@ def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
 
 
 def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:
-    """The weight map of the index; its names come from strangers, so one that leaves the folder is refused."""
+    """Read the weight map of the index. A name that leads out of the folder is refused: the file is not trusted."""
     index = folder / form.index
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
@@ -111,15 +112,15 @@ def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:
     except OSError as problem:
         raise CheckpointError(f"{index} cannot be read: {problem.strerror}.") from problem
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise CheckpointError(f"{index} is no valid index of shards.", "Fetch or repair this file.") from problem
+        raise CheckpointError(f"{index} is not a valid index of shards.", "Fetch or repair this file.") from problem
     if not named:
-        raise CheckpointError(f"{index} names no tensor.", "Fetch or repair this file.")
+        raise CheckpointError(f"{index} lists no tensors.", "Fetch or repair this file.")
     for name in dict.fromkeys(named.values()):
         outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\\" in name
         if outside or ".." in PurePosixPath(name).parts or "\0" in name or not name.endswith(form.suffix):
-            raise CheckpointError(f"{index} points to {name!r}, which is no {form.suffix} file inside the folder.")
+            raise CheckpointError(f"{index} points to {name!r}, which is not a {form.suffix} file inside the folder.")
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{index} names {name}, which is not there.", "The checkpoint is incomplete: fetch it again."
+                f"{index} names {name}, which does not exist.", "The checkpoint is incomplete: fetch it again."
             )
     return named

@@ -1,4 +1,4 @@
-"""Write a checkpoint folder: headers first, then copied tensors as byte ranges and computed ones at their place."""
+"""Write a checkpoint folder: headers first, then copied tensors as byte ranges, and computed ones in their place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ class OutTensor:
     """A tensor of the result.
 
     Attributes:
-        source: where its bytes are copied from; None when :meth:`ShardWriter.put` will bring them.
+        source: where its bytes are copied from; None if :meth:`ShardWriter.put` will bring them.
     """
 
     name: str
@@ -50,7 +51,7 @@ class OutTensor:
 
 @dataclass(frozen=True)
 class OutFile:
-    """A weight file of the result: its path relative to the folder, its tensors in order, and its metadata."""
+    """A weight file of the result: path relative to the folder, tensors in order, and metadata."""
 
     path: Path
     tensors: tuple[OutTensor, ...]
@@ -62,12 +63,12 @@ class OutFile:
 
 
 class ShardWriter:
-    """The weight files of one checkpoint, laid out before any weight is written.
+    """Writes the weight files of one checkpoint, whose layout is fixed before any weight is written.
 
-    ``create`` writes the headers and gives every file its full length (a hole on most file systems), so that
-    a model class can check names and shapes before anything big happens. Then ``start_copying`` fills in the copied
-    bytes on a thread of its own, while ``put`` brings the computed tensors, and ``finish`` waits for the copies.
-    Leaving the ``with`` block stops a copy that is not finished.
+    ``create`` writes the headers and gives every file its full length (a hole on most file systems), so that a model
+    class can check names and shapes before the long work begins. ``start_copying`` copies bytes on a thread of its own,
+    while ``put`` writes the computed tensors. ``finish`` waits for the copies. Leaving the ``with`` block stops a copy
+    that is not finished.
     """
 
     def __init__(self, folder: Path, files: Sequence[OutFile]) -> None:
@@ -89,7 +90,7 @@ class ShardWriter:
 
     @property
     def sharded(self) -> bool:
-        """True when the files need an index."""
+        """Whether the files need an index."""
         return [file.path for file in self.files] != [Path(SINGLE_NAME)]
 
     @property
@@ -112,13 +113,13 @@ class ShardWriter:
                 position += tensor.nbytes
 
     def discard(self) -> None:
-        """Stop, and remove the files again."""
+        """Stop, and remove the files."""
         self.__exit__()
         for file in self.files:
             (self.folder / file.path).unlink(missing_ok=True)
 
     def write_index(self) -> None:
-        """The index of the shards; totals count tensors once, as they are on disk (a tied head is not there twice)."""
+        """Write the index of the shards. Totals count tensors as they are on disk: a tied head counts once."""
         weight_map = {tensor.name: file.path.as_posix() for file in self.files for tensor in file.tensors}
         totals = {
             "total_parameters": sum(math.prod(tensor.shape) for file in self.files for tensor in file.tensors),
@@ -128,17 +129,17 @@ class ShardWriter:
         (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def start_copying(self) -> None:
-        """Begin to copy every tensor that has a source, neighbours in one go; a second call changes nothing."""
+        """Begin to copy every tensor that has a source, neighbours in one go. A second call does nothing."""
         if not self._started:
             self._started = True
             self._tasks.append(self._workers.submit(self._copy_all))
 
     def finish(self, advance: Advance) -> None:
-        """Wait until everything is copied; ``advance`` gets bytes.
+        """Wait until everything is copied, and report the bytes to ``advance`` meanwhile.
 
         Raises:
             OSError: the disk is full, for example.
-            CheckpointError: the source changed meanwhile.
+            CheckpointError: the source changed while it was copied.
         """
         told = 0
         while self._tasks:
@@ -151,7 +152,7 @@ class ShardWriter:
                 task.result()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a computed tensor at its place; it is stored in the dtype of the header."""
+        """Write a computed tensor in its place, in the dtype of the header."""
         import torch
 
         file, position, expected = self._places[name]
@@ -169,13 +170,13 @@ class ShardWriter:
             with target.open("r+b") as stream:
                 for run in _runs(file.tensors):
                     self._copy_run(run, stream.fileno())
-            # The disk works on it while the next file is copied; publishing waits for the rest.
+            # The disk writes it while the next file is copied. Publishing waits for what is left.
             self._tasks.append(self._workers.submit(flush, target))
 
     def _copy_run(self, run: list[OutTensor], target: int) -> None:
         first = run[0].source
         assert first is not None
-        if first.strides is not None:
+        if first.strides is not None:  # its bytes are not in the order of a row-by-row tensor
             self.put(run[0].name, read_tensor(first))
             self._advance(run[0].nbytes)
             return
@@ -191,14 +192,14 @@ class ShardWriter:
 
 
 def copy_side_files(source: Checkpoint, folder: Path) -> None:
-    """Copy tokenizer, templates, remote code and the like byte for byte; links become files, code is not run."""
+    """Copy tokenizer, templates, remote code and the like byte for byte. Links become files, and no code is run."""
     for path in source.side_files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / path, folder / path)
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Refuse before writing when the file system of ``folder`` (or its nearest parent) has too little room.
+    """Refuse, before anything is written, if the file system of ``folder`` has too little room.
 
     Raises:
         HeadfoldError: fewer than ``nbytes`` are free.
@@ -215,7 +216,7 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def _runs(tensors: Sequence[OutTensor]) -> Iterator[list[OutTensor]]:
-    """Group copied tensors that are neighbours in their source file as they are in the result."""
+    """Group copied tensors that are neighbours both in their source file and in the result."""
     run: list[OutTensor] = []
     for tensor in tensors:
         last = run[-1].source if run else None
@@ -235,7 +236,7 @@ def _adjoin(left: TensorInfo, right: TensorInfo) -> bool:
 
 
 def _copy_range(source: int, target: int, begin: int, position: int, length: int, advance: Advance) -> None:
-    """Copy bytes inside the kernel where the file systems allow it, else through a buffer."""
+    """Copy bytes inside the kernel if the file systems allow it, else through a buffer."""
     in_kernel = hasattr(os, "copy_file_range")
     while length:
         count = min(length, _CHUNK_BYTES)
@@ -256,15 +257,15 @@ def _copy_range(source: int, target: int, begin: int, position: int, length: int
 
 
 def resharded(files: Sequence[OutFile], max_bytes: int) -> list[OutFile]:
-    """The same tensors in files of at most ``max_bytes``; a larger tensor gets one of its own.
+    """Distribute the tensors over files of at most ``max_bytes``; a larger tensor gets a file of its own.
 
-    The shards are those that ``save_pretrained`` would make; header metadata of all files comes along.
+    The shards are the ones that ``save_pretrained`` would make. Header metadata of all files is kept.
     """
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     metadata = {key: value for file in files for key, value in file.metadata.items()}
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=_nbytes,
+        get_storage_size=attrgetter("nbytes"),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_bytes,
     )
@@ -272,7 +273,3 @@ def resharded(files: Sequence[OutFile], max_bytes: int) -> list[OutFile]:
         OutFile(Path(name), tuple(tensors[tensor] for tensor in names), metadata)
         for name, names in split.filename_to_tensors.items()
     ]
-
-
-def _nbytes(tensor: OutTensor) -> int:
-    return tensor.nbytes

@@ -117,7 +117,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
         layers = plan.family.layers
         statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.reads_text else None
         if refinement is not None:
-            refinement = settled(refinement, model, asked_for=settings.refine is not None)
+            refinement = settled(refinement, model, requested=settings.refine is not None)
         if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
         model.release()

@@ -63,11 +63,12 @@ def report(
     Results that are merged must be of the same source on the same tokens; a folder that `headfold sweep` wrote adds its
     curve to the page.
     """
-    from .report.merge import gather
-    from .report.write import final_loss, print_report, rebuild_report
+    from .report.merge import read_and_merge
+    from .report.verdict import final_loss
+    from .report.write import print_report, rebuild_report
 
     limit = None if fail_over is None else share(fail_over)
-    found = gather(results)
+    found = read_and_merge(results)
     if out is not None:
         rebuild_report(found, out, overwrite=overwrite)
     print_report(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,141 +15,218 @@ from typing import Any
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..console import info
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
-from .measures.kv_cache import DecodeSettings
-from .measures.retrieval import NeedleSettings, hide
+from .measurements import ModelMeasurements, ModelPair, model_result
+from .measures.intervals import LEVEL, RESAMPLES, SEED
+from .measures.retrieval import hide_passages
 from .measures.tasks import TaskSettings, find_tasks, task_identity
-from .models import Subject, open_subjects, tokenize_for_all
-from .protocol import Protocol, settle
+from .models import ComparedModel, open_models, tokenize_for_all
+from .protocol import EvalProtocol, fit_protocol
 from .report.write import write_report
-from .results import Measured, collect
+from .results import (
+    KIND,
+    SCHEMA,
+    Comparison,
+    DecodeProtocol,
+    DocumentSize,
+    IntervalProtocol,
+    MeasurementProtocol,
+    RetrievalProtocol,
+    TargetProtocol,
+)
 from .runner import Runner
 from .scoring.limits import choose_device, device_name
 from .scoring.processes import join_processes, process_count
-from .scoring.resume import Kept
+from .scoring.resume import SavedMeasurements
 from .scoring.source_cache import SourceCache
-from .scoring.targets import Asking
 from .scoring.windows import TokenText, make_windows
 from .settings import EvalSettings
-from .vs_source import ModelPair, against_source
+from .vs_source import against_source
+
+_PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
+_SAVED_FORMAT = 2
+"""Goes up when saved measurements change their form, so that older ones are measured again."""
 
 
 def compare(
-    source: str,
-    others: Sequence[str],
+    source: str | Path,
+    others: Sequence[str | Path],
     *,
-    out: Path,
+    out: str | Path,
     settings: EvalSettings | None = None,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     command: str | None = None,
-) -> dict[str, Any]:
+) -> Comparison:
     """Measure all checkpoints on the same tokens and write ``out/results.json``, ``report.md`` and ``report.html``.
 
-    Under ``accelerate launch`` the processes share the text, and the numbers are those of one process. What is
-    measured is kept in ``<out>.partial`` until the report stands, and the same call goes on with it.
+    Under ``accelerate launch`` the processes share the text, and the numbers equal those of one process. Measurements
+    are saved in ``<out>.partial`` until the report is written. Repeat the call to continue a comparison that stopped.
 
     Args:
         source: folder or hub id of the original checkpoint.
-        others: checkpoints made from it; none at all measures the source alone.
-        settings: the text, how it is read, and what else is measured.
-        command: the command line to print in the report; default the one of this process.
+        others: checkpoints made from it (none measures the source alone).
+        settings: the text, the windows, and which measurements to make.
+        command: the command line to print in the report (default: the command line of this process).
 
     Returns:
-        The content of results.json, see :mod:`headfold.eval.results`.
+        the content of results.json.
 
     Raises:
-        UsageError: a path, a number, or tokenizers that differ.
+        UsageError: a wrong path or number, or tokenizers that differ.
         CheckpointError: a checkpoint that is damaged or lacks weights, or whose logits are not finite.
         DataError: no text to score.
     """
-    settings = settings or EvalSettings()
+    settings, out = settings or EvalSettings(), Path(out)
     refuse_occupied(out, overwrite)
-    subjects = open_subjects(source, others, trust_remote_code)
-    names = () if subjects[0].writes else tuple(settings.tasks)
-    tasks = TaskSettings(names, settings.shots, settings.task_limit, settings.batch)
+    models = open_models(str(source), [str(other) for other in others], trust_remote_code)
+    for model in models:
+        refuse_overlap(model.folder, out)
+    tasks = _task_settings(settings, models[0])
     known_tasks = find_tasks(tasks) if tasks.tasks else None
-    for subject in subjects:
-        refuse_overlap(subject.checkpoint.folder, out)
     corpus = open_corpus(settings.data, HELDOUT, settings.columns)
     refuse_idle_column([corpus], settings.columns)
     accelerator = join_processes(settings.device)
-    protocol = settle(settings, subjects, accelerator.device if accelerator else choose_device(settings.device))
-    text = tokenize_for_all(subjects, lambda tokenizer: protocol.tokenize(tokenizer, corpus, settings))
+    protocol = fit_protocol(settings, models, accelerator.device if accelerator else choose_device(settings.device))
+    text = tokenize_for_all(models, lambda tokenizer: protocol.tokenize(tokenizer, corpus, settings))
     make_windows(text.documents, protocol.window, protocol.stride)  # a bad stride is refused before anything is loaded
-    reading = {**protocol.reading(), "ids": text.ids_sha256, "tasks": task_identity(tasks),
-               "versions": {name: version(name) for name in ("headfold", "torch", "transformers")}}  # fmt: skip
-    digests = [subject.checkpoint.digest() for subject in subjects]
-    identity = {**reading, "decode": asdict(protocol.decode), "batch": protocol.batch_size, "digests": digests}
-    kept = Kept(out, identity, accelerator)
+    identity = _Identity.of(protocol, text, tasks, models)
     runner = Runner(
-        protocol, subjects, text, kept, accelerator,
-        hidden=hide(text.documents, protocol.needle) if protocol.needle.passages else [],
+        protocol, models, text, SavedMeasurements(out, identity.measurements, accelerator), accelerator,
+        passages=hide_passages(text.documents, protocol.needle) if protocol.needle.passages else [],
         tasks=None if known_tasks is None else (tasks, known_tasks),
-        cache=_source_cache(settings, {**reading, "source": digests[0]}),
+        cache=_source_cache(settings, identity.source_scores),
     )  # fmt: skip
-    _announce(corpus, text, protocol, subjects)
+    _announce(corpus, text, protocol, models)
     measured, pairs = runner.run()
-    results = _results(measured, pairs, text, runner, corpus, settings, command or _command_line())
+    results = _results(measured, pairs, runner, corpus, settings, command or _command_line())
+    _publish(results, runner, out, overwrite)
+    return results
+
+
+def _publish(results: Comparison, runner: Runner, out: Path, overwrite: bool) -> None:
+    """Write the report on the first process, while the others wait."""
+    accelerator = runner.accelerator
     if accelerator is None or accelerator.is_main_process:
         with publishing(out, overwrite=overwrite) as folder:
             write_report(results, folder)
-        kept.clear()
+        runner.saved.clear()
     if accelerator is not None:
         accelerator.wait_for_everyone()
-    return results
+
+
+def _task_settings(settings: EvalSettings, source: ComparedModel) -> TaskSettings:
+    """Leave the tasks out for encoder-decoders, of which :func:`fit_protocol` warns."""
+    names = () if source.is_encoder_decoder else tuple(settings.tasks)
+    return TaskSettings(names, settings.shots, settings.task_limit, settings.batch)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Everything that saved numbers depend on. Numbers saved under another identity are not used."""
+
+    source_scores: dict[str, Any]
+    measurements: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, protocol: EvalProtocol, text: TokenText, tasks: TaskSettings, models: Sequence[ComparedModel]
+    ) -> _Identity:
+        scores = {
+            **protocol.identity(),
+            "ids": text.ids_sha256,
+            "tasks": task_identity(tasks),
+            "versions": {name: version(name) for name in ("headfold", "torch", "transformers")},
+            "format": _SAVED_FORMAT,
+        }
+        digests = [model.checkpoint.digest() for model in models]
+        return cls(
+            {**scores, "source": digests[0]},
+            {**scores, "decode": asdict(protocol.decode), "batch": protocol.batch_size, "digests": digests},
+        )
 
 
 def _source_cache(settings: EvalSettings, identity: dict[str, Any]) -> SourceCache | None:
     return None if settings.source_cache is None else SourceCache(Path(settings.source_cache).expanduser(), identity)
 
 
-def _announce(corpus: Corpus, text: TokenText, protocol: Protocol, subjects: Sequence[Subject]) -> None:
+def _announce(corpus: Corpus, text: TokenText, protocol: EvalProtocol, models: Sequence[ComparedModel]) -> None:
     processes = f", {process_count()} processes" if process_count() > 1 else ""
     info(
         f"{text.scored:,} tokens of {len(text.documents)} documents from {corpus.spec}, "
-        f"{len(subjects)} models, {protocol.dtype_name} on {protocol.device}{processes}"
+        f"{len(models)} models, {protocol.dtype_name} on {protocol.device}{processes}"
     )
 
 
 def _results(
-    source: Measured,
+    source: ModelMeasurements,
     pairs: Sequence[ModelPair],
-    text: TokenText,
     runner: Runner,
     corpus: Corpus,
     settings: EvalSettings,
     command: str,
-) -> dict[str, Any]:
-    protocol, tokenizer = runner.protocol, source.subject.tokenizer()
-    described = {
-        "corpus": corpus.spec,
-        "revision": corpus.revision,
-        "window": protocol.window,
-        "stride": protocol.stride,
-        "batch_size": protocol.batch_size,
-        "dtype": protocol.dtype_name,
-        "device": device_name(protocol.device),
-        "processes": process_count(),
-        "attention": runner.attention,
-        "vocab": protocol.vocab or source.subject.vocab,
-        "decode": _jsonable(protocol.decode),
-        "needle": _jsonable(protocol.needle),
-        "targets": None if protocol.asking is None else _asked(protocol.asking, settings),
-        "source_from_cache": runner.source_from_cache,
-    }
+) -> Comparison:
+    """Put all measurements into the form of results.json."""
+    protocol, decode = runner.protocol, source.model.tokenizer().decode
     others = [
-        (pair.other, against_source(pair, pairs, protocol.window, protocol.stride, tokenizer.decode)) for pair in pairs
+        model_result(pair.other).model_copy(
+            update={"against_source": against_source(pair, pairs, protocol.window, protocol.stride, decode)}
+        )
+        for pair in pairs
     ]
-    return collect(source, others, text, described, command, settings.model_dump(mode="json"))
+    return Comparison(
+        schema_version=SCHEMA,
+        kind=KIND,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+        settings=settings.model_dump(mode="json"),
+        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        protocol=_protocol_of(source, runner, corpus, settings),
+        documents=[
+            DocumentSize(name=document.name, tokens=document.scored, utf8_bytes=document.utf8_bytes)
+            for document in runner.text.documents
+        ],
+        models=[model_result(source), *others],
+    )
 
 
-def _asked(asking: Asking, settings: EvalSettings) -> dict[str, Any]:
+def _protocol_of(
+    source: ModelMeasurements, runner: Runner, corpus: Corpus, settings: EvalSettings
+) -> MeasurementProtocol:
+    protocol, text, total = runner.protocol, runner.text, source.scores.total()
+    vocab = protocol.vocab or source.model.vocab
+    return MeasurementProtocol(
+        corpus=corpus.spec,
+        revision=corpus.revision,
+        window=protocol.window,
+        stride=protocol.stride,
+        batch_size=protocol.batch_size,
+        dtype=protocol.dtype_name,
+        device=device_name(protocol.device),
+        processes=process_count(),
+        attention=runner.attention,
+        vocab=vocab,
+        decode=DecodeProtocol(**asdict(protocol.decode)),
+        needle=RetrievalProtocol(**asdict(protocol.needle)),
+        targets=_target_protocol(protocol, settings),
+        source_from_cache=runner.source_from_cache,
+        text_sha256=text.text_sha256,
+        ids_sha256=text.ids_sha256,
+        documents=len(text.documents),
+        skipped=text.skipped,
+        truncated=text.truncated,
+        tokens=total.tokens,
+        utf8_bytes=total.utf8_bytes,
+        bos=text.bos,
+        uniform_perplexity=float(vocab),  # each of the ids is equally likely to a model that guesses
+        interval=IntervalProtocol(method="BCa bootstrap over documents", level=LEVEL, resamples=RESAMPLES, seed=SEED),
+    )
+
+
+def _target_protocol(protocol: EvalProtocol, settings: EvalSettings) -> TargetProtocol | None:
+    if protocol.targets is None:
+        return None
     columns = {"source_column": settings.source_column, "target_column": settings.target_column}
-    return {**asking.describe(), **(columns if asking.from_column else {})}
-
-
-def _jsonable(settings: DecodeSettings | NeedleSettings) -> dict[str, Any]:
-    return {name: list(found) if isinstance(found, tuple) else found for name, found in asdict(settings).items()}
+    return TargetProtocol(**protocol.targets.describe(), **(columns if protocol.targets.from_column else {}))
 
 
 def _command_line() -> str:

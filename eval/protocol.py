@@ -1,4 +1,4 @@
-"""How every model of one comparison is run: what the settings ask for, fitted to what the models can do."""
+"""Decide how every model of one comparison is run: the user's settings, fitted to what the models can do."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ..corpus import Document
 from ..errors import UsageError
 from ..spans import MEAN_SPAN, NOISE_DENSITY
 from .measures.kv_cache import DecodeSettings
-from .measures.retrieval import NeedleSettings, default_lengths, fitting
-from .models import Subject, shared_vocab
+from .measures.retrieval import NeedleSettings, default_lengths, drop_long_texts
+from .models import ComparedModel, shared_vocab
 from .scoring.limits import choose_dtype, choose_window, has_learned_positions, position_limit
-from .scoring.targets import Asking, target_text
+from .scoring.targets import TargetSettings, target_text
 from .scoring.windows import TokenText, default_stride, tokenize_text
 from .settings import EvalSettings
 
 _CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
 _WITHOUT_ENCODER = ("stride", "bos", "memory", "needles", "needle_lengths", "tasks", "shots", "task_limit")
-"""Settings that mean nothing for models with one."""
+"""Settings that have no effect on encoder-decoders."""
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """What must be the same for the numbers to be comparable.
+class EvalProtocol:
+    """Everything that must be the same for the numbers to be comparable.
 
     Attributes:
-        limit: tokens that all the models were made for, None where nothing says so.
+        limit: tokens that all the models were made for, None where no config says.
         vocab: ids that all distributions are over, None for all that the models have.
-        memory: bytes of the device to serve from, None where nobody asked.
-        asking: what encoder-decoders are to write; None for models without an encoder.
+        memory: bytes of the device to serve from, None where the user named none.
+        targets: what encoder-decoders write (None for models without an encoder).
     """
 
     device: torch.device
@@ -47,14 +47,15 @@ class Protocol:
     decode: DecodeSettings
     needle: NeedleSettings
     memory: int | None
-    asking: Asking | None = None
+    targets: TargetSettings | None = None
 
     @property
     def dtype_name(self) -> str:
+        """The dtype as users write it, such as ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
-    def reading(self) -> dict[str, Any]:
-        """All that a model's scores depend on besides the model and the text, as JSON values."""
+    def identity(self) -> dict[str, Any]:
+        """Collect all that a model's scores depend on besides the model and the text, as JSON values."""
         return {
             "window": self.window,
             "stride": self.stride,
@@ -62,70 +63,79 @@ class Protocol:
             "device": self.device.type,
             "vocab": self.vocab,
             "needle": asdict(self.needle),
-            **({"asking": self.asking.describe()} if self.asking else {}),
+            **({"targets": self.targets.describe()} if self.targets else {}),
         }
 
     def tokenize(self, tokenizer: Any, corpus: Iterable[Document], settings: EvalSettings) -> TokenText:
-        """The tokens to score, as this tokenizer has them."""
-        if self.asking is None:
+        """Make the tokens to score with one model's tokenizer."""
+        if self.targets is None:
             return tokenize_text(tokenizer, corpus, max_tokens=settings.tokens, bos=settings.bos)
-        return target_text(tokenizer, corpus, self.asking, max_tokens=settings.tokens)
+        return target_text(tokenizer, corpus, self.targets, max_tokens=settings.tokens)
 
 
-def settle(settings: EvalSettings, subjects: Sequence[Subject], device: torch.device) -> Protocol:
+def fit_protocol(settings: EvalSettings, models: Sequence[ComparedModel], device: torch.device) -> EvalProtocol:
     """Fit the settings to the models, the source first.
 
     Raises:
-        UsageError: a window that runs beyond a model's table of positions, an unknown dtype, no size of memory.
+        UsageError: a window that runs beyond a model's table of positions, an unknown dtype, or an invalid memory size.
     """
-    tokenizer = subjects[0].tokenizer()
-    stated = [position_limit(subject.config, tokenizer) for subject in subjects]
-    limit = min((found for found in stated if found is not None), default=None)
-    too_long = settings.window is not None and limit is not None and settings.window > limit
-    window = choose_window(settings.window, limit, too_long and _has_learned_positions(subjects[0]))
-    asking = _asking(settings, subjects[0], window)
-    dtype = choose_dtype(settings.dtype, subjects[0].config, device)
-    if dtype == torch.float16 and subjects[0].config.model_type.endswith("t5"):
-        warn("What T5 computes overflows float16; take --dtype bfloat16 or float32 if numbers are not finite.")
-    if asking is not None:
+    source = models[0]
+    limit = _shortest_limit(models)
+    window = _window(settings, source, limit)
+    targets = _targets(settings, source, window)
+    dtype = choose_dtype(settings.dtype, source.config, device)
+    if dtype == torch.float16 and source.config.model_type.endswith("t5"):
+        warn("T5's activations overflow float16; use --dtype bfloat16 or float32 if numbers are not finite.")
+    if targets is not None:
         _warn_of_unused(settings)
-    asked = default_stride(window) if settings.stride is None else settings.stride
-    lengths = settings.needle_lengths
-    needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
-    return Protocol(
+    stride = default_stride(window) if settings.stride is None else settings.stride
+    return EvalProtocol(
         device=device,
         dtype=dtype,
         window=window,
-        stride=min(asked, window - 1) if asking is None else window,
+        # the first token of a window has no context to be predicted from, so windows overlap by one token at least
+        stride=min(stride, window - 1) if targets is None else window,
         batch_size=settings.batch,
         limit=limit,
-        vocab=shared_vocab(subjects),
-        decode=_decoding(settings, limit, device),
-        needle=fitting(needle, limit) if asking is None else NeedleSettings(0, ()),
+        vocab=shared_vocab(models),
+        decode=_decode_settings(settings, limit, device),
+        needle=_needle_settings(settings, limit) if targets is None else NeedleSettings(0, ()),
         memory=None if settings.memory is None else parse_bytes(settings.memory, "memory"),
-        asking=asking,
+        targets=targets,
     )
 
 
-def _asking(settings: EvalSettings, source: Subject, window: int) -> Asking | None:
+def _shortest_limit(models: Sequence[ComparedModel]) -> int | None:
+    tokenizer = models[0].tokenizer()
+    stated = [position_limit(model.config, tokenizer) for model in models]
+    return min((found for found in stated if found is not None), default=None)
+
+
+def _window(settings: EvalSettings, source: ComparedModel, limit: int | None) -> int:
+    too_long = settings.window is not None and limit is not None and settings.window > limit
+    # building the model's skeleton takes seconds, so it is built only where the answer matters
+    return choose_window(settings.window, limit, too_long and _has_learned_positions(source))
+
+
+def _targets(settings: EvalSettings, source: ComparedModel, window: int) -> TargetSettings | None:
     column, spans = settings.target_column is not None, (settings.noise_density, settings.mean_span)
-    if source.writes and column and spans != (NOISE_DENSITY, MEAN_SPAN):
+    if source.is_encoder_decoder and column and spans != (NOISE_DENSITY, MEAN_SPAN):
         raise UsageError(
             "--noise-density and --mean-span would change nothing: with a target column no spans are cut out.",
             "Leave them out, or leave --target-column out.",
         )
-    if source.writes:
-        return Asking(window, column, *spans)
+    if source.is_encoder_decoder:
+        return TargetSettings(window, column, *spans)
     if column or spans != (NOISE_DENSITY, MEAN_SPAN):
         raise UsageError(
-            f"{source.name} has no encoder, so it is asked for no targets.",
+            f"{source.name} has no encoder, so it cannot be scored on targets.",
             "Leave out --target-column, --noise-density and --mean-span.",
         )
     return None
 
 
 def _warn_of_unused(settings: EvalSettings) -> None:
-    """Say which of the settings that were changed are for models without an encoder."""
+    """Name the changed settings that have no effect on encoder-decoders."""
     fields = EvalSettings.model_fields
     changed = [name for name in _WITHOUT_ENCODER if getattr(settings, name) != fields[name].default]
     unused = [name for name in changed if (name, getattr(settings, name)) != ("needles", 0)]
@@ -134,16 +144,22 @@ def _warn_of_unused(settings: EvalSettings) -> None:
         warn(f"Not used, since these are encoder-decoders: {options}.")
 
 
-def _has_learned_positions(source: Subject) -> bool:
+def _has_learned_positions(source: ComparedModel) -> bool:
     skeleton = load_language_model(source.folder, device_map="meta", trust_remote_code=source.trust_remote_code)
     return has_learned_positions(skeleton)
 
 
-def _decoding(settings: EvalSettings, limit: int | None, device: torch.device) -> DecodeSettings:
-    """Prompts that leave room for the new tokens within the limit; two that become one count once."""
+def _needle_settings(settings: EvalSettings, limit: int | None) -> NeedleSettings:
+    lengths = settings.needle_lengths
+    needle = NeedleSettings(settings.needles, default_lengths(limit) if lengths is None else tuple(sorted(lengths)))
+    return drop_long_texts(needle, limit)
+
+
+def _decode_settings(settings: EvalSettings, limit: int | None, device: torch.device) -> DecodeSettings:
+    """Shorten prompts so that the new tokens fit within the limit. Prompts that become equal are timed once."""
     default = _CPU_CONTEXTS if device.type == "cpu" else _CONTEXTS
     new_tokens = settings.new_tokens if limit is None else max(1, min(settings.new_tokens, limit // 2))
     longest = None if limit is None else limit - new_tokens
-    asked = settings.contexts or default
-    contexts = {context if longest is None else min(context, longest) for context in asked}
+    wanted = settings.contexts or default
+    contexts = {context if longest is None else min(context, longest) for context in wanted}
     return DecodeSettings(tuple(sorted(contexts)), tuple(settings.decode_batches), new_tokens, settings.repeats)

@@ -1,211 +1,442 @@
-"""The content of results.json: every number of a comparison with its interval and its protocol.
+"""Define the content of results.json: every number of a comparison, with its interval and its protocol.
 
-Schema 2, the keys a reader may rely on::
+A number that was not measured is null, and a list of such numbers is empty.
 
-    schema, kind, created, command, settings, versions
-    protocol        corpus, revision, text_sha256, ids_sha256, documents, skipped, truncated, tokens, utf8_bytes,
-                    window, stride, batch_size, bos, dtype, device, processes, attention, vocab, uniform_perplexity,
-                    interval, decode, needle, targets (null, or what an encoder-decoder was to write),
-                    source_from_cache
-    documents       name, tokens, utf8_bytes
-    models[]        name, role, path, digest, model_type, parameters, weight_bytes, query_heads, kv_heads, perplexity,
-                    bits_per_byte, nll_nats (one per document), cache_bytes_per_token, cross_cache_bytes_per_token
-                    (of an encoder-decoder, per token read; null of others), cache_formula_bytes, capacity, decode[],
-                    needle[], tasks[], recovery[]
-    models[1:]      also against_source, see :mod:`headfold.eval.vs_source`
-
-An estimate is ``{"value", "low", "high"}``; low and high are null with a single document. What was not measured is null
-or an empty list.
+To add a column to the report, add its field here, fill it where it is measured (``measurements.py`` for one model,
+``vs_source.py`` for a model beside its source), and add its row in ``report/table.py``.
 """
 
 from __future__ import annotations
 
-import math
-import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from importlib.metadata import version
-from typing import Any
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .measures.capacity import CacheSize
-from .measures.intervals import LEVEL, RESAMPLES, SEED, Array, Estimate, ratio_estimate
-from .measures.kv_cache import DecodeTimes, spread
-from .measures.recovery import read_recovery
-from .measures.retrieval import Retrieved, gains
-from .measures.tasks import Answered
-from .models import Subject
-from .scoring.perplexity import Scores, exponential
-from .scoring.windows import TokenText
+from ..errors import DataError, UsageError
 
 SCHEMA, KIND = 2, "headfold.eval"
-_PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
+RESULTS_NAME = "results.json"
+SOURCE: Final = "source"
+CONVERTED: Final = "converted"
+UPTRAINED: Final = "uptrained"
+OTHER: Final = "other"
+Role = Literal["source", "converted", "uptrained", "other"]
+_ANOTHER_FOLDER = "Name a folder that headfold eval wrote."
+
+
+class ResultRecord(BaseModel):
+    """A part of results.json. Infinite and undefined numbers are refused, since JSON has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class ReportedEstimate(ResultRecord):
+    """A value and its 95 % interval. Low and high are null where there is only one document."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class RecoveredShare(ReportedEstimate):
+    """Share of the log-perplexity lost by the model named ``converted`` that uptraining recovered."""
+
+    converted: str
+
+
+class RepeatSpread(ResultRecord):
+    """Median, smallest and largest of several timings."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RepeatSpread:
+        """Summarise the timings of all repeats."""
+        return cls(median=statistics.median(values), min=min(values), max=max(values))
+
+
+class CapacityBatch(ResultRecord):
+    """The largest batch of sequences of one length that fits into memory."""
+
+    context: int
+    batch: int
+
+
+class ServingCapacity(ResultRecord):
+    """Sequences that fit into a device's memory beside the weights.
+
+    Attributes:
+        batches: one entry per context. A batch of 0 means that not even the weights fit.
+        tokens: longest single sequence that fits (null where the cache stops growing before the memory is full).
+    """
+
+    memory_bytes: int
+    batches: list[CapacityBatch]
+    tokens: int | None
+
+
+class DecodeResult(ResultRecord):
+    """Decoding speed and memory of one model at one context and batch."""
+
+    context: int
+    batch: int
+    new_tokens: int
+    tokens_per_second: RepeatSpread
+    first_token_seconds: RepeatSpread
+    peak_bytes: int
+
+
+class RetrievalResult(ResultRecord):
+    """Nats per token that a hidden passage saves, for one length of text. Lists go by depth."""
+
+    length: int
+    gain_nats: ReportedEstimate
+    gain_by_depth: list[float]
+    found_by_depth: list[float]
+
+
+class TaskResult(ResultRecord):
+    """One measure of one lm-eval task."""
+
+    task: str
+    measure: str
+    higher_is_better: bool
+    questions: int
+    mean: ReportedEstimate
+    standard_error: float | None
+
+
+class RecoveryPoint(ResultRecord):
+    """Held-out perplexity that the trainer measured after this many uptraining tokens."""
+
+    tokens: float
+    perplexity: float
+
+
+class SpeedRatio(ResultRecord):
+    """Speed divided by the source's speed at one context and batch. Above 1 is faster."""
+
+    context: int
+    batch: int
+    decode: RepeatSpread
+    first_token: RepeatSpread
+
+
+class KlHistogram(ResultRecord):
+    """Share of tokens in each bin of KL between two ``edges``, in nats."""
+
+    edges: list[float]
+    shares: list[float]
+
+
+class ContextBin(ResultRecord):
+    """Mean nats of both models over the tokens that could see this many tokens before them."""
+
+    context_from: int = Field(alias="from")
+    context_to: int = Field(alias="to")
+    tokens: int
+    source_nats: float
+    nats: float
+
+
+class DocumentChange(ResultRecord):
+    """Perplexity of both models on one document (null where it is beyond any float)."""
+
+    name: str
+    tokens: int
+    source_perplexity: float | None
+    perplexity: float | None
+    ratio: float | None
+
+
+class TokenChange(ResultRecord):
+    """A token that became less likely, and the text before it."""
+
+    document: str
+    place: int
+    before: str
+    token: str
+    source_probability: float
+    probability: float
+    lost_nats: float
+
+
+class RetrievalChange(ResultRecord):
+    """Change in retrieval against the source, paired by passage."""
+
+    length: int
+    gain_difference_nats: ReportedEstimate
+
+
+class TaskChange(ResultRecord):
+    """Change of a task's measure against the source, paired by question."""
+
+    task: str
+    measure: str
+    difference: ReportedEstimate
+
+
+class AgainstSource(ResultRecord):
+    """A model compared with its source.
+
+    Attributes:
+        perplexity_ratio, kl_nats, same_top_token: paired by document. KL is null where the source's scores came from
+            a cache, which does not hold its logits.
+        kl_percentiles, kl_histogram: of single tokens.
+        cross_cache_ratio: null for models without an encoder.
+        recovered: null unless the model was uptrained and a converted one stands before it.
+    """
+
+    perplexity_ratio: ReportedEstimate
+    kl_nats: ReportedEstimate | None
+    kl_percentiles: dict[str, float | None] | None
+    kl_histogram: KlHistogram | None
+    same_top_token: ReportedEstimate
+    cache_ratio: float
+    cross_cache_ratio: float | None = None
+    speedup: list[SpeedRatio]
+    by_context: list[ContextBin]
+    worst_documents: list[DocumentChange]
+    worst_tokens: list[TokenChange]
+    needle: list[RetrievalChange]
+    tasks: list[TaskChange]
+    recovered: RecoveredShare | None
+
+
+class ModelResult(ResultRecord):
+    """All numbers of one model.
+
+    Attributes:
+        path: the folder or hub id as the user gave it.
+        nll_nats: summed negative log-likelihood of each document.
+        cache_bytes_per_token: measured on the cache (for an encoder-decoder, per token that its decoder writes).
+        cross_cache_bytes_per_token: for an encoder-decoder, per token that its encoder reads.
+        cache_formula_bytes: the same as computed from config.json, null where it does not say.
+        recovery: held-out perplexity during uptraining.
+        against_source: null for the source itself, where the file lacks the key.
+    """
+
+    name: str
+    role: Role
+    path: str
+    digest: str
+    model_type: str
+    parameters: int
+    weight_bytes: int
+    query_heads: int | None
+    kv_heads: list[int]
+    perplexity: ReportedEstimate
+    bits_per_byte: ReportedEstimate
+    nll_nats: list[float]
+    cache_bytes_per_token: float
+    cross_cache_bytes_per_token: float | None = None
+    cache_formula_bytes: float | None
+    capacity: ServingCapacity | None
+    decode: list[DecodeResult]
+    needle: list[RetrievalResult]
+    tasks: list[TaskResult]
+    recovery: list[RecoveryPoint]
+    against_source: AgainstSource | None = None
+
+
+class IntervalProtocol(ResultRecord):
+    """How intervals were computed."""
+
+    method: str
+    level: float
+    resamples: int
+    seed: int
+
+
+class DecodeProtocol(ResultRecord):
+    """How decoding was timed, see :class:`headfold.eval.measures.kv_cache.DecodeSettings`."""
+
+    contexts: list[int]
+    batches: list[int]
+    new_tokens: int
+    repeats: int
+
+
+class RetrievalProtocol(ResultRecord):
+    """Passages that were hidden, see :class:`headfold.eval.measures.retrieval.NeedleSettings`."""
+
+    passages: int
+    lengths: list[int]
+    depths: list[float]
+
+
+class TargetProtocol(ResultRecord):
+    """Targets that encoder-decoders were scored on: spans cut out of the text, or a column beside it."""
+
+    kind: Literal["column", "spans"]
+    longest: int
+    noise_density: float | None = None
+    mean_span: float | None = None
+    seed: int | None = None
+    source_column: str | None = None
+    target_column: str | None = None
+
+
+class MeasurementProtocol(ResultRecord):
+    """Everything that must be the same to measure the same numbers again.
+
+    Attributes:
+        tokens: scored tokens.
+        skipped: documents left out because they are empty or too short.
+        truncated: the last document was cut.
+        vocab: ids that all distributions are over.
+        uniform_perplexity: perplexity of a model that guesses.
+        targets: null for models without an encoder.
+        source_from_cache: the source was not run.
+    """
+
+    corpus: str
+    revision: str
+    window: int
+    stride: int
+    batch_size: int
+    dtype: str
+    device: str
+    processes: int
+    attention: str
+    vocab: int
+    decode: DecodeProtocol
+    needle: RetrievalProtocol
+    targets: TargetProtocol | None = None
+    source_from_cache: bool
+    text_sha256: str
+    ids_sha256: str
+    documents: int
+    skipped: int
+    truncated: bool
+    tokens: int
+    utf8_bytes: int
+    bos: bool
+    uniform_perplexity: float
+    interval: IntervalProtocol
+
+
+class DocumentSize(ResultRecord):
+    """A document that was scored."""
+
+    name: str
+    tokens: int
+    utf8_bytes: int
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One model's own numbers.
+class SweepRow:
+    """One conversion of a sweep, measured without uptraining.
 
     Attributes:
-        formula_bytes: KV cache per token by the config, None where it does not say.
-        capacity: what fits into a given memory, see :func:`headfold.eval.measures.capacity.capacity`.
-        cross_cache: of an encoder-decoder: what a token that is read takes; ``cache`` is then of those written.
+        method: the merging method, or ``source``.
+        perplexity, low, high: with its 95 % interval over documents (low and high are None for a single document).
+        seconds: duration of the conversion without calibration.
     """
 
-    subject: Subject
-    parameters: int
-    scores: Scores
-    cache: CacheSize
-    cross_cache: CacheSize | None = None
-    formula_bytes: float | None = None
-    capacity: dict[str, Any] | None = None
-    decode: list[DecodeTimes] = field(default_factory=list)
-    retrieved: list[Retrieved] = field(default_factory=list)
-    answered: list[Answered] = field(default_factory=list)
+    method: str
+    groups: int
+    cache_bytes_per_token: float
+    perplexity: float
+    low: float | None
+    high: float | None
+    seconds: float
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Tell this conversion from the others of its sweep."""
+        return self.method, self.groups
 
 
-def pooled(runs: Sequence[Measured]) -> Measured:
-    """The source over all groups of models that it ran beside: scores are the same, timings are put together."""
-    by_point = zip(*(run.decode for run in runs), strict=True)
-    decode = [
-        replace(
-            times[0],
-            first_token_seconds=[second for time in times for second in time.first_token_seconds],
-            decode_seconds=[second for time in times for second in time.decode_seconds],
-        )
-        for times in by_point
-    ]
-    return replace(runs[0], decode=decode)
+class SweepResults(ResultRecord):
+    """The typed content of sweep.json. ``details`` say how the rows were measured."""
+
+    details: dict[str, Any]
+    rows: list[SweepRow]
 
 
-def collect(
-    source: Measured,
-    others: Sequence[tuple[Measured, dict[str, Any]]],
-    text: TokenText,
-    protocol: dict[str, Any],
-    command: str,
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """Put everything measured into the form of results.json.
+class Comparison(ResultRecord):
+    """The results of ``headfold eval``, the source first among ``models``.
+
+    Attributes:
+        schema_version: ``schema`` in the file.
+        settings: the user's settings, see :class:`headfold.eval.settings.EvalSettings`.
+        sweep: curve of a sweep that ``headfold report`` merged in. The file lacks the key without one.
+    """
+
+    schema_version: int = Field(alias="schema")
+    kind: str
+    created: str
+    command: str
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    protocol: MeasurementProtocol
+    documents: list[DocumentSize]
+    models: list[ModelResult]
+    sweep: SweepResults | None = None
+
+    @property
+    def source(self) -> ModelResult:
+        """The model that the others are compared with."""
+        return self.models[0]
+
+    @property
+    def last(self) -> ModelResult:
+        """The model named last, which the verdict is about."""
+        return self.models[-1]
+
+    @property
+    def others(self) -> list[ModelResult]:
+        """All models but the source."""
+        return self.models[1:]
+
+    @property
+    def of_encoder_decoders(self) -> bool:
+        """The models are encoder-decoders, and the scored tokens are targets that they write."""
+        return self.protocol.targets is not None
+
+    def to_json(self) -> str:
+        """Write the text of results.json, without keys that do not apply."""
+        content = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def read_results(path: Path) -> Comparison:
+    """Read the results of a comparison.
 
     Args:
-        others: each model with its ``against_source``.
+        path: results.json, or the folder that holds it.
+
+    Raises:
+        UsageError: there are no results.
+        DataError: the file holds something else, or results of another version of headfold.
     """
-    total = source.scores.total()
-    return {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "settings": settings,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        "protocol": {
-            **protocol,
-            "text_sha256": text.text_sha256,
-            "ids_sha256": text.ids_sha256,
-            "documents": len(text.documents),
-            "skipped": text.skipped,
-            "truncated": text.truncated,
-            "tokens": total.tokens,
-            "utf8_bytes": total.utf8_bytes,
-            "bos": text.bos,
-            "uniform_perplexity": float(protocol["vocab"]),
-            "interval": {
-                "method": "BCa bootstrap over documents",
-                "level": LEVEL,
-                "resamples": RESAMPLES,
-                "seed": SEED,
-            },
-        },
-        "documents": [
-            {"name": document.name, "tokens": document.scored, "utf8_bytes": document.utf8_bytes}
-            for document in text.documents
-        ],
-        "models": [_model_row(source), *({**_model_row(one), "against_source": against} for one, against in others)],
-    }
-
-
-def _model_row(measured: Measured) -> dict[str, Any]:
-    subject, parts = measured.subject, measured.scores.per_document()
-    nats, tokens = array(part.nll_nats for part in parts), array(part.tokens for part in parts)
-    text_config = subject.config.get_text_config()
-    return {
-        "name": subject.name,
-        "role": subject.role,
-        "path": subject.spec,
-        "digest": subject.checkpoint.digest(),
-        "model_type": subject.config.model_type,
-        "parameters": measured.parameters,
-        "weight_bytes": subject.checkpoint.weight_bytes,
-        "query_heads": getattr(text_config, "num_attention_heads", None),
-        "kv_heads": sorted(set(measured.cache.kv_heads)),
-        "perplexity": ratio_estimate(nats, tokens).map(exponential).as_dict(),
-        "bits_per_byte": _bits_per_byte(nats, array(part.utf8_bytes for part in parts)).as_dict(),
-        "nll_nats": nats.tolist(),
-        "cache_bytes_per_token": measured.cache.bytes_per_token,
-        "cross_cache_bytes_per_token": None if measured.cross_cache is None else measured.cross_cache.bytes_per_token,
-        "cache_formula_bytes": measured.formula_bytes,
-        "capacity": measured.capacity,
-        "decode": [_decode_row(times) for times in measured.decode],
-        "needle": [_needle_row(found) for found in measured.retrieved],
-        "tasks": [_task_row(found) for found in measured.answered],
-        # the source may hold the metrics of its own pretraining, which are no recovery of anything
-        "recovery": [] if subject.role == "source" else read_recovery(subject.folder),
-    }
-
-
-def _bits_per_byte(nats: Array, utf8_bytes: Array) -> Estimate:
-    # Documents of special tokens alone have no bytes; added to every document, nothing would be left to divide by.
-    if not utf8_bytes.any():
-        return Estimate(math.nan, None, None)
-    if not utf8_bytes.all():
-        return Estimate(float(nats.sum() / math.log(2) / max(utf8_bytes.sum(), 1)), None, None)
-    return ratio_estimate(nats / math.log(2), utf8_bytes)
-
-
-def _decode_row(times: DecodeTimes) -> dict[str, Any]:
-    return {
-        "context": times.context,
-        "batch": times.batch,
-        "new_tokens": times.new_tokens,
-        "tokens_per_second": spread(times.tokens_per_second),
-        "first_token_seconds": spread(times.first_token_seconds),
-        "peak_bytes": times.peak_bytes,
-    }
-
-
-def _needle_row(found: Retrieved) -> dict[str, Any]:
-    return {
-        "length": found.length,
-        "gain_nats": mean_estimate(gains(found)),
-        "gain_by_depth": np.mean(found.gain_LD, axis=0).tolist(),
-        "found_by_depth": np.mean(found.found_LD, axis=0).tolist(),
-    }
-
-
-def _task_row(found: Answered) -> dict[str, Any]:
-    values = array(found.values)
-    return {
-        "task": found.task,
-        "measure": found.measure,
-        "higher_is_better": found.higher_is_better,
-        "questions": len(values),
-        "mean": mean_estimate(values),
-        "standard_error": float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None,
-    }
-
-
-def mean_estimate(values: Array) -> dict[str, float | None]:
-    """The mean of values that count the same, with its interval."""
-    return ratio_estimate(values, np.ones_like(values)).as_dict()
-
-
-def array(numbers: Any) -> Array:
-    """Float64 of any numbers."""
-    return np.array([float(number) for number in numbers], dtype=np.float64)
-
-
-Decoder = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+    file = path / RESULTS_NAME if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UsageError(f"There are no results at {file}: {problem.strerror}.", _ANOTHER_FOLDER) from problem
+    except ValueError as problem:
+        raise DataError(f"{file} is not valid JSON: {problem}.", "Run headfold eval again.") from problem
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise DataError(f"{file} does not hold the results of headfold eval.", _ANOTHER_FOLDER)
+    if content.get("schema") != SCHEMA:
+        raise DataError(
+            f"{file} has schema {content.get('schema')}, this headfold reads {SCHEMA}.",
+            "Use the headfold that wrote it.",
+        )
+    try:
+        return Comparison.model_validate(content)
+    except ValidationError as problem:
+        fault = problem.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise DataError(
+            f"{file} does not hold the results of headfold eval: {place}: {fault['msg']}.", _ANOTHER_FOLDER
+        ) from problem

@@ -1,4 +1,4 @@
-"""Run the models of a comparison: groups of models beside the source, each measurement done once and written down."""
+"""Run the models of a comparison: groups of models beside the source, each measurement made once and saved."""
 
 from __future__ import annotations
 
@@ -13,89 +13,94 @@ import torch
 
 from ..console import info
 from ..errors import CheckpointError
+from .measurements import ModelMeasurements, ModelPair, OwnMeasurements, measure_alone, pool_source_runs
 from .measures.capacity import CacheSize, capacity
-from .measures.kv_cache import DecodeTimes, cache_formula, measure_cache, measure_cross_cache, measure_decoding
-from .measures.retrieval import Hidden, Retrieved, retrieve
-from .measures.tasks import Answered, TaskSettings, answer_tasks
-from .models import Subject
-from .protocol import Protocol
-from .results import Measured, pooled
-from .scoring.paired import SourceScores, score_beside
+from .measures.kv_cache import DecodeTimes, cache_formula, measure_decoding
+from .measures.retrieval import HiddenPassage
+from .measures.tasks import TaskSettings
+from .models import ComparedModel
+from .protocol import EvalProtocol
+from .results import ServingCapacity
+from .scoring.paired import PairScores, SourceScores, score_with_source
 from .scoring.perplexity import Scores
-from .scoring.resume import Kept
-from .scoring.score_loop import Reading
+from .scoring.resume import SavedMeasurements
+from .scoring.score_loop import ScoreLoop
 from .scoring.source_cache import CachedSource, SourceCache
 from .scoring.windows import TokenText
-from .vs_source import ModelPair
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_ROOM = 0.6
-"""Of the free memory that the weights of models measured together may take."""
+_WEIGHTS_SHARE = 0.6
+"""Share of the free memory for the weights of models measured together. Activations and caches need the rest."""
 _UNKNOWN_LIMIT = 4096
+"""Context to compute capacity for where no config states a limit."""
 
 
 @dataclass
 class Runner:
-    """Measures all subjects of one comparison, the source first.
+    """Measures all models of one comparison, the source first.
 
     Attributes:
-        hidden: passages to retrieve; the same for all models.
-        tasks: how tasks are asked, and what lm-eval knows of them.
-        cache: where the source's scores may lie.
+        saved: measurements of an earlier try, and those of this one.
+        passages: passages to retrieve, the same for all models.
+        tasks: settings of the tasks, and what :func:`.measures.tasks.find_tasks` found.
+        cache: where the source's scores may be stored.
         attention: the attention implementation that the models ran with.
         source_from_cache: the source was not run.
     """
 
-    protocol: Protocol
-    subjects: Sequence[Subject]
+    protocol: EvalProtocol
+    models: Sequence[ComparedModel]
     text: TokenText
-    kept: Kept
+    saved: SavedMeasurements
     accelerator: Accelerator | None
-    hidden: Sequence[Hidden]
+    passages: Sequence[HiddenPassage]
     tasks: tuple[TaskSettings, tuple[Any, list[str]]] | None
     cache: SourceCache | None
     attention: str = "unknown"
     source_from_cache: bool = False
 
-    def run(self) -> tuple[Measured, list[ModelPair]]:
-        """The source's numbers, and each other model's beside it."""
+    def run(self) -> tuple[ModelMeasurements, list[ModelPair]]:
+        """Measure the source, and every other model beside it."""
         cached = self._find_cached()
         self.source_from_cache = cached is not None
-        source_model = None if cached else self._load(self.subjects[0])
+        source = None if cached else self._load(self.models[0])
         runs, pairs = [], []
-        places = self.kept.once("groups", self._groups)  # by the memory that was free at the first try
-        for number, group in enumerate([self.subjects[place] for place in group] for group in places):
-            models = [self._load(subject) for subject in group]
-            run, found = self._measure(number, group, models, source_model, cached)
+        # Free memory differs from try to try; saved scores belong to the groups of the first one.
+        places = self.saved.once("groups", self._groups)
+        for number, group in enumerate([self.models[place] for place in group] for group in places):
+            loaded = [self._load(model) for model in group]
+            run, found = self._measure(number, group, loaded, source, cached)
             runs.append(run)
             pairs += found
-            del models
+            del loaded  # the next group needs the memory
             self._free()
-        return pooled(runs), pairs
+        return pool_source_runs(runs), pairs
 
     def _find_cached(self) -> CachedSource | None:
-        if self.cache is None or len(self.subjects) < 2:
+        if self.cache is None or len(self.models) < 2:
             return None
-        found: CachedSource | None = self.kept.shared(self.cache.find(self.text.documents) if self._first() else None)
+        found: CachedSource | None = self.saved.broadcast(
+            self.cache.find(self.text.documents) if self._first() else None
+        )
         return found
 
     def _groups(self) -> list[list[int]]:
-        """Models that fit into memory beside the source, in order; the source then runs once for all of them."""
-        free = _ROOM * self._free_bytes()
+        """Group models that fit into memory beside the source, so that the source runs once per group."""
+        free = _WEIGHTS_SHARE * self._free_bytes()
         groups: list[list[int]] = [[]]
-        taken = self._bytes_of(self.subjects[0])
-        for place, subject in enumerate(self.subjects[1:], 1):
-            if groups[-1] and taken + self._bytes_of(subject) > free:
+        taken = self._loaded_bytes(self.models[0])
+        for place, model in enumerate(self.models[1:], 1):
+            if groups[-1] and taken + self._loaded_bytes(model) > free:
                 groups.append([])
-                taken = self._bytes_of(self.subjects[0])
+                taken = self._loaded_bytes(self.models[0])
             groups[-1].append(place)
-            taken += self._bytes_of(subject)
+            taken += self._loaded_bytes(model)
         return groups
 
-    def _bytes_of(self, subject: Subject) -> float:
-        return subject.checkpoint.weight_bytes * self.protocol.dtype.itemsize / subject.checkpoint.element_bytes
+    def _loaded_bytes(self, model: ComparedModel) -> float:
+        return model.checkpoint.weight_bytes * self.protocol.dtype.itemsize / model.checkpoint.element_bytes
 
     def _free_bytes(self) -> int:
         if self.protocol.device.type == "cuda":
@@ -107,110 +112,96 @@ class Runner:
         if self.protocol.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
 
-    def _load(self, subject: Subject) -> Any:
-        info(f"loading {subject.name}")
-        model = subject.load(self.protocol.dtype, self.protocol.device)
-        self.attention = str(getattr(model.config, "_attn_implementation", "unknown"))
-        return model
+    def _load(self, model: ComparedModel) -> Any:
+        info(f"loading {model.name}")
+        loaded = model.load(self.protocol.dtype, self.protocol.device)
+        self.attention = str(getattr(loaded.config, "_attn_implementation", "unknown"))
+        return loaded
 
     def _measure(
         self,
         number: int,
-        group: Sequence[Subject],
-        models: Sequence[Any],
-        source_model: Any | None,
+        group: Sequence[ComparedModel],
+        loaded: Sequence[Any],
+        loaded_source: Any | None,
         cached: CachedSource | None,
-    ) -> tuple[Measured, list[ModelPair]]:
-        """The source and one group of models beside it."""
-        known, scores = self._score(number, models, source_model, cached)
-        source = self.subjects[0]
-        loaded = [*([] if source_model is None else [(source, source_model)]), *zip(group, models, strict=True)]
-        times = self._time(number, [model for _, model in loaded])
-        facts = [self._facts(subject, model) for subject, model in loaded]
+    ) -> tuple[ModelMeasurements, list[ModelPair]]:
+        """Measure the source, and one group of models beside it."""
+        known, scores = self._score(number, loaded, loaded_source, cached)
+        source = self.models[0]
+        both = [*([] if loaded_source is None else [(source, loaded_source)]), *zip(group, loaded, strict=True)]
+        times = self._time(number, [model for _, model in both])
+        alone = [self._measure_alone(model, weights) for model, weights in both]
         if cached is not None:
-            facts, times = [cached.facts, *facts], [[], *times]
-        run = self._measured(source, facts[0], known.scores, times[0])
+            alone, times = [cached.alone, *alone], [[], *times]
+        run = self._measurements(source, alone[0], known.scores, times[0])
         if cached is None and self.cache is not None and self._first():
-            self.cache.store(known, facts[0])
-        rows = zip(group, facts[1:], scores, times[1:], strict=True)
+            self.cache.store(known, alone[0])
+        rows = zip(group, alone[1:], scores, times[1:], strict=True)
         return run, [
-            ModelPair(run, self._measured(one, fact, pair.other, took), pair) for one, fact, pair, took in rows
+            ModelPair(run, self._measurements(model, one, pair.other, took), pair) for model, one, pair, took in rows
         ]
 
     def _name(self, kind: str, number: int) -> str:
-        """Of a measurement of one group; without the source it has fewer rows."""
+        """Name a measurement of one group. Without the source it has fewer rows, so it gets another name."""
         return f"{'without-source-' if self.source_from_cache else ''}{kind}-{number}"
 
     def _first(self) -> bool:
         return self.accelerator is None or self.accelerator.is_main_process
 
     def _score(
-        self, number: int, models: Sequence[Any], source_model: Any | None, cached: CachedSource | None
-    ) -> tuple[SourceScores, list[Any]]:
+        self, number: int, loaded: Sequence[Any], loaded_source: Any | None, cached: CachedSource | None
+    ) -> tuple[SourceScores, list[PairScores]]:
         protocol = self.protocol
-        reading = Reading(protocol.window, protocol.stride, protocol.batch_size, self.accelerator, self.kept)
-        source = cached.scores if cached is not None else source_model
+        loop = ScoreLoop(protocol.window, protocol.stride, protocol.batch_size, self.accelerator, self.saved)
+        source = cached.scores if cached is not None else loaded_source
         assert source is not None
-        return score_beside(
-            source, models, self.text.documents, reading, vocab=protocol.vocab, name=self._name("scores", number)
+        return score_with_source(
+            source, loaded, self.text.documents, loop, vocab=protocol.vocab, name=self._name("scores", number)
         )
 
-    def _time(self, number: int, models: Sequence[Any]) -> list[list[DecodeTimes]]:
+    def _time(self, number: int, loaded: Sequence[Any]) -> list[list[DecodeTimes]]:
         def measure() -> list[list[dict[str, Any]]]:
             if self.protocol.decode.points():
                 info("timing the models in turn")
-            return [[asdict(row) for row in rows] for rows in measure_decoding(models, self.protocol.decode)]
+            return [[asdict(row) for row in rows] for rows in measure_decoding(loaded, self.protocol.decode)]
 
-        return [[DecodeTimes(**row) for row in rows] for rows in self.kept.once(self._name("times", number), measure)]
+        saved = self.saved.once(self._name("times", number), measure)
+        return [[DecodeTimes(**row) for row in rows] for rows in saved]
 
-    def _facts(self, subject: Subject, model: Any) -> dict[str, Any]:
-        """What is measured of one model by itself, as JSON values."""
+    def _measure_alone(self, model: ComparedModel, loaded: Any) -> dict[str, Any]:
+        """Measure what needs no other model, and save it as JSON values."""
 
         def measure() -> dict[str, Any]:
-            settings = self.protocol
-            found = retrieve(model, self.hidden, batch_size=settings.batch_size, vocab=settings.vocab)
-            answered = []
-            if self.tasks is not None:
-                info(f"{subject.name} answers {', '.join(self.tasks[1][1])}")
-                answered = answer_tasks(model, subject.tokenizer(), *self.tasks)
-            cross = measure_cross_cache(model)
-            return {
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "cache": asdict(measure_cache(model)),
-                "cross_cache": None if cross is None else asdict(cross),
-                "retrieved": [asdict(one) for one in found],
-                "answered": [asdict(one) for one in answered],
-            }
+            return asdict(measure_alone(model, loaded, self.protocol, self.passages, self.tasks))
 
-        facts: dict[str, Any] = self.kept.once(f"facts-{self.subjects.index(subject)}", measure)
-        return facts
+        found: dict[str, Any] = self.saved.once(f"alone-{self.models.index(model)}", measure)
+        return found
 
-    def _measured(self, subject: Subject, facts: dict[str, Any], scores: Scores, decode: list[DecodeTimes]) -> Measured:
+    def _measurements(
+        self, model: ComparedModel, alone: dict[str, Any], scores: Scores, decode: list[DecodeTimes]
+    ) -> ModelMeasurements:
         if not math.isfinite(scores.total().nll_nats):
             raise CheckpointError(
-                f"{subject.name} gives logits that are not finite numbers on this text.",
+                f"{model.name} gives logits that are not finite numbers on this text.",
                 "Try --dtype float32; if that does not help, its weights are broken.",
             )
-        cache, cross = CacheSize(**facts["cache"]), facts.get("cross_cache")
-        return Measured(
-            subject=subject,
-            parameters=facts["parameters"],
+        own = OwnMeasurements.from_json(alone)
+        return ModelMeasurements(
+            model=model,
             scores=scores,
-            cache=cache,
-            cross_cache=None if cross is None else CacheSize(**cross),
-            formula_bytes=cache_formula(subject.config, self.protocol.dtype.itemsize),
-            capacity=self._capacity(subject, cache),
+            own=own,
+            formula_bytes=cache_formula(model.config, self.protocol.dtype.itemsize),
+            capacity=self._capacity(model, own.cache),
             decode=decode,
-            retrieved=[Retrieved(**one) for one in facts["retrieved"]],
-            answered=[Answered(**one) for one in facts["answered"]],
         )
 
-    def _capacity(self, subject: Subject, cache: CacheSize) -> dict[str, Any] | None:
-        """What fits when weights and cache are of the dtype that the checkpoint is stored in."""
-        if self.protocol.memory is None or subject.writes:
+    def _capacity(self, model: ComparedModel, cache: CacheSize) -> ServingCapacity | None:
+        """Compute what fits. Weights and cache are of the dtype that the checkpoint is stored in, as a server's."""
+        if self.protocol.memory is None or model.is_encoder_decoder:
             return None
-        shrink = subject.checkpoint.element_bytes / self.protocol.dtype.itemsize
+        shrink = model.checkpoint.element_bytes / self.protocol.dtype.itemsize
         stored = CacheSize([size * shrink for size in cache.layer_bytes], cache.kv_heads, cache.windows)
         limit = self.protocol.limit or _UNKNOWN_LIMIT
         contexts = sorted({max(1, limit // 4), limit})
-        return capacity(self.protocol.memory, subject.checkpoint.weight_bytes, stored, contexts)
+        return capacity(self.protocol.memory, model.checkpoint.weight_bytes, stored, contexts)

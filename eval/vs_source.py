@@ -1,234 +1,223 @@
-"""A model against its source: the numbers of ``against_source`` in results.json.
-
-``perplexity_ratio``, ``kl_nats``, ``same_top_token`` are estimates paired by document; ``kl_percentiles`` and
-``kl_histogram`` describe single tokens; ``needle`` and ``tasks`` are differences paired by passage and by question;
-``recovered`` is null where it does not apply, and so is ``cross_cache_ratio`` of models without an encoder. KL is null
-where the source's scores came from a cache.
-"""
+"""Compare a model with its source: the part ``against_source`` of results.json."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .measures.intervals import Array, ratio_estimate
-from .measures.kv_cache import DecodeTimes, spread
-from .measures.retrieval import gains
-from .models import UPTRAINED
-from .results import Decoder, Measured, array, mean_estimate
+from .measurements import ModelPair
+from .measures.intervals import Array, float_array, mean_estimate, ratio_estimate
+from .measures.kv_cache import DecodeTimes
+from .measures.recovery import reported_recovery
+from .measures.retrieval import mean_gains
+from .results import (
+    UPTRAINED,
+    AgainstSource,
+    ContextBin,
+    DocumentChange,
+    KlHistogram,
+    RecoveredShare,
+    RepeatSpread,
+    RetrievalChange,
+    SpeedRatio,
+    TaskChange,
+    TokenChange,
+)
 from .scoring.paired import PairScores
 from .scoring.perplexity import exponential
 from .scoring.windows import ScoredDocument, make_windows
 
+Decoder = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
 _WORST = 5
 _WORST_TOKENS = 10
 _CONTEXT_TOKENS = 12
+_FEWEST_TOKENS = 32
+"""Documents below this are not listed as worst: a single bad token would put them there."""
 _KL_EDGES = [10 ** (quarter / 4) for quarter in range(-24, 7)]
-"""Bins of the KL histogram: four to a decade, 1e-6 to 30 nats; the first and the last are open."""
-
-
-@dataclass(frozen=True)
-class ModelPair:
-    """A model and the source, measured side by side."""
-
-    source: Measured
-    other: Measured
-    scores: PairScores
+"""Bins of the KL histogram, four per decade, 1e-6 to 30 nats. The first and last bins take everything beyond."""
 
 
 def against_source(
     pair: ModelPair, pairs: Sequence[ModelPair], window: int, stride: int, decode: Decoder
-) -> dict[str, Any]:
-    """All numbers of one pair.
+) -> AgainstSource:
+    """Compute all numbers of one pair.
 
     Args:
-        pairs: all of the comparison, in its order, for what uptraining won back.
-        window, stride: of the reading.
-        decode: token ids to text.
+        pairs: all pairs of the comparison in order, to find the conversion that this model was uptrained from.
+        window, stride: that the text was scored with.
     """
-    before, after = _nats(pair.source), _nats(pair.other)
-    tokens = array(document.scored for document in pair.scores.source.documents)
-    kl = pair.scores.kl_N
-    together = None if kl is None else np.concatenate(list(kl))
-    return {
-        "perplexity_ratio": ratio_estimate(after - before, tokens).map(exponential).as_dict(),
-        "kl_nats": None if kl is None else ratio_estimate(_sums(kl), tokens).as_dict(),
-        "kl_percentiles": None if together is None else _percentiles(together),
-        "kl_histogram": None if together is None else _histogram(together),
-        "same_top_token": ratio_estimate(_sums(pair.scores.same_top_N), tokens).as_dict(),
-        "cache_ratio": pair.source.cache.bytes_per_token / pair.other.cache.bytes_per_token,
-        "cross_cache_ratio": _cross_cache_ratio(pair),
-        "speedup": _speedups(pair),
-        "by_context": [] if pair.source.cross_cache else _by_context(pair.scores, window, stride),
-        "worst_documents": _worst_documents(pair),
-        "worst_tokens": _worst_tokens(pair.scores, decode),
-        "needle": _needle(pair),
-        "tasks": _tasks(pair),
-        "recovered": _recovered(pair, pairs),
-    }
+    before, after = pair.source.document_nats, pair.other.document_nats
+    tokens = float_array(document.scored for document in pair.scores.source.documents)
+    kl_N = pair.scores.kl_N
+    all_kl = None if kl_N is None else np.concatenate(list(kl_N))
+    return AgainstSource(
+        perplexity_ratio=ratio_estimate(after - before, tokens).map(exponential).reported(),
+        kl_nats=None if kl_N is None else ratio_estimate(_sums(kl_N), tokens).reported(),
+        kl_percentiles=None if all_kl is None else _percentiles(all_kl),
+        kl_histogram=None if all_kl is None else _histogram(all_kl),
+        same_top_token=ratio_estimate(_sums(pair.scores.same_top_N), tokens).reported(),
+        cache_ratio=pair.source.own.cache.bytes_per_token / pair.other.own.cache.bytes_per_token,
+        cross_cache_ratio=_cross_cache_ratio(pair),
+        speedup=_speed_ratios(pair),
+        by_context=[] if pair.source.own.cross_cache else _by_context(pair.scores, window, stride),
+        worst_documents=_worst_documents(pair.scores),
+        worst_tokens=_worst_tokens(pair.scores, decode),
+        needle=_retrieval_changes(pair),
+        tasks=_task_changes(pair),
+        recovered=_recovered(pair, pairs),
+    )
 
 
 def _cross_cache_ratio(pair: ModelPair) -> float | None:
-    before, after = pair.source.cross_cache, pair.other.cross_cache
+    before, after = pair.source.own.cross_cache, pair.other.own.cross_cache
     return None if before is None or after is None else before.bytes_per_token / after.bytes_per_token
 
 
-def _nats(measured: Measured) -> Array:
-    return array(part.nll_nats for part in measured.scores.per_document())
-
-
 def _sums(values_N: Iterable[np.ndarray[Any, Any]]) -> Array:
-    return array(values.sum(dtype=np.float64) for values in values_N)
+    return float_array(values.sum(dtype=np.float64) for values in values_N)
 
 
 def _percentiles(values_N: np.ndarray[Any, Any]) -> dict[str, float | None]:
     levels = (50, 90, 99, 99.9)
-    return {
-        f"{level:g}": _finite(float(found))
-        for level, found in zip(levels, np.percentile(values_N, levels), strict=True)
-    }
+    found = np.percentile(values_N, levels)
+    return {f"{level:g}": _finite(float(value)) for level, value in zip(levels, found, strict=True)}
 
 
-def _histogram(values_N: np.ndarray[Any, Any]) -> dict[str, list[float]]:
-    """Share of tokens by KL: ``edges`` in nats, and ``shares`` of the bins between them."""
+def _histogram(values_N: np.ndarray[Any, Any]) -> KlHistogram:
+    """Count tokens by KL."""
+    # numpy leaves out what lies beyond the edges, and the share of such tokens must not vanish
     inside = np.clip(values_N.astype(np.float64), _KL_EDGES[0], np.nextafter(_KL_EDGES[-1], 0))
     counts, _ = np.histogram(inside, _KL_EDGES)
-    return {"edges": _KL_EDGES, "shares": (counts / len(values_N)).tolist()}
+    return KlHistogram(edges=_KL_EDGES, shares=(counts / len(values_N)).tolist())
 
 
-def _speedups(pair: ModelPair) -> list[dict[str, Any]]:
-    """One entry per point of the grid; none where the source was not timed beside the model."""
+def _speed_ratios(pair: ModelPair) -> list[SpeedRatio]:
+    """Divide speeds, one entry per context and batch (none where the source was not timed beside the model)."""
     if not pair.source.decode:
         return []
-    return [_speedup(*times) for times in zip(pair.source.decode, pair.other.decode, strict=True)]
+    return [_speed_ratio(*times) for times in zip(pair.source.decode, pair.other.decode, strict=True)]
 
 
-def _speedup(source: DecodeTimes, other: DecodeTimes) -> dict[str, Any]:
-    """How many times as fast, repeat by repeat; above one is faster than the source."""
+def _speed_ratio(source: DecodeTimes, other: DecodeTimes) -> SpeedRatio:
+    """Divide the timings repeat by repeat, since a slow moment of the machine hits both models of a repeat."""
     first = zip(source.first_token_seconds, other.first_token_seconds, strict=True)
     decode = zip(source.decode_seconds, other.decode_seconds, strict=True)
-    return {
-        "context": source.context,
-        "batch": source.batch,
-        "decode": spread([before / after for before, after in decode]),
-        "first_token": spread([before / after for before, after in first]),
-    }
+    return SpeedRatio(
+        context=source.context,
+        batch=source.batch,
+        decode=RepeatSpread.of([before / after for before, after in decode]),
+        first_token=RepeatSpread.of([before / after for before, after in first]),
+    )
 
 
-def _by_context(scores: PairScores, window: int, stride: int) -> list[dict[str, Any]]:
-    """Perplexity of both by the number of tokens that the scored token could see, in bins that double."""
-    documents = scores.source.documents
+def _by_context(scores: PairScores, window: int, stride: int) -> list[ContextBin]:
+    """Average both models' nats by the number of tokens that the scored token could see, in bins that double."""
     context_N = np.concatenate(
-        [np.arange(made.first_scored, made.stop) - made.start for made in make_windows(documents, window, stride)]
+        [
+            np.arange(made.first_scored, made.stop) - made.start
+            for made in make_windows(scores.source.documents, window, stride)
+        ]
     )
     before_N, after_N = (
         np.concatenate(list(found.nll_N)).astype(np.float64) for found in (scores.source, scores.other)
     )
-    rows, low = [], 1
+    bins, low = [], 1
     while low < window:
         chosen = (context_N >= low) & (context_N < 2 * low)
         if chosen.any():
-            means = {"source_nats": float(before_N[chosen].mean()), "nats": float(after_N[chosen].mean())}
-            rows.append({"from": low, "to": min(2 * low, window) - 1, "tokens": int(chosen.sum()), **means})
-        low *= 2
-    return rows
-
-
-def _worst_documents(pair: ModelPair) -> list[dict[str, Any]]:
-    """Documents of at least 32 tokens whose perplexity grew most."""
-    rows: list[dict[str, Any]] = []
-    parts = zip(
-        pair.scores.source.documents, pair.scores.source.per_document(), pair.scores.other.per_document(), strict=True
-    )
-    for document, before, after in parts:
-        if document.scored >= 32:
-            rows.append(
-                {
-                    "name": document.name,
-                    "tokens": document.scored,
-                    "source_perplexity": _finite(before.perplexity),
-                    "perplexity": _finite(after.perplexity),
-                    "ratio": _finite(exponential((after.nll_nats - before.nll_nats) / document.scored)),
-                }
+            bins.append(
+                ContextBin(
+                    context_from=low,
+                    context_to=min(2 * low, window) - 1,
+                    tokens=int(chosen.sum()),
+                    source_nats=float(before_N[chosen].mean()),
+                    nats=float(after_N[chosen].mean()),
+                )
             )
-    return sorted(rows, key=lambda row: -float(row["ratio"] or math.inf))[:_WORST]
+        low *= 2
+    return bins
+
+
+def _worst_documents(scores: PairScores) -> list[DocumentChange]:
+    """List the documents whose perplexity grew most."""
+    parts = zip(scores.source.documents, scores.source.per_document(), scores.other.per_document(), strict=True)
+    rows = [
+        DocumentChange(
+            name=document.name,
+            tokens=document.scored,
+            source_perplexity=_finite(before.perplexity),
+            perplexity=_finite(after.perplexity),
+            ratio=_finite(exponential((after.nll_nats - before.nll_nats) / document.scored)),
+        )
+        for document, before, after in parts
+        if document.scored >= _FEWEST_TOKENS
+    ]
+    return sorted(rows, key=lambda row: -(row.ratio or math.inf))[:_WORST]
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON can hold."""
+    """Turn infinite and undefined numbers into None, since JSON has none."""
     return value if math.isfinite(value) else None
 
 
-def _worst_tokens(scores: PairScores, decode: Decoder) -> list[dict[str, Any]]:
-    """Tokens that became most unlikely: what stood before them, and their probability in both models."""
+def _worst_tokens(scores: PairScores, decode: Decoder) -> list[TokenChange]:
+    """List the tokens whose probability fell most."""
     rows = []
-    parts = scores.source.documents, scores.source.nll_N, scores.other.nll_N
-    for document, before_N, after_N in zip(*parts, strict=True):
+    parts = zip(scores.source.documents, scores.source.nll_N, scores.other.nll_N, strict=True)
+    for document, before_N, after_N in parts:
         for place in np.argsort(before_N - after_N)[:_WORST_TOKENS]:
-            rows.append((float(after_N[place] - before_N[place]), document, int(place) + 1))
-    rows.sort(key=lambda row: -row[0])
-    return [_token_row(scores, *row, decode) for row in rows[:_WORST_TOKENS] if row[0] > 0]
+            rows.append((float(before_N[place]), float(after_N[place]), document, int(place) + 1))
+    rows.sort(key=lambda row: row[0] - row[1])
+    return [_token_change(*row, decode) for row in rows[:_WORST_TOKENS] if row[1] > row[0]]
 
 
-def _token_row(
-    scores: PairScores, lost_nats: float, document: ScoredDocument, place: int, decode: Decoder
-) -> dict[str, Any]:
-    number = next(index for index, one in enumerate(scores.source.documents) if one is document)
-    before, after = (float(found.nll_N[number][place - 1]) for found in (scores.source, scores.other))
-    return {
-        "document": document.name,
-        "place": place,
-        "before": decode(document.ids[max(0, place - _CONTEXT_TOKENS) : place]),
-        "token": decode([document.ids[place]]),
-        "source_probability": math.exp(-before),
-        "probability": math.exp(-after),
-        "lost_nats": lost_nats,
-    }
+def _token_change(before: float, after: float, document: ScoredDocument, place: int, decode: Decoder) -> TokenChange:
+    return TokenChange(
+        document=document.name,
+        place=place,
+        before=decode(document.ids[max(0, place - _CONTEXT_TOKENS) : place]),
+        token=decode([document.ids[place]]),
+        source_probability=math.exp(-before),
+        probability=math.exp(-after),
+        lost_nats=after - before,
+    )
 
 
-def _needle(pair: ModelPair) -> list[dict[str, Any]]:
-    """How much more (or less) the model fetches than the source, paired by passage."""
+def _retrieval_changes(pair: ModelPair) -> list[RetrievalChange]:
+    """Subtract the source's gains, paired by passage."""
     return [
-        {"length": before.length, "gain_difference_nats": mean_estimate(gains(after) - gains(before))}
-        for before, after in zip(pair.source.retrieved, pair.other.retrieved, strict=True)
+        RetrievalChange(
+            length=before.length,
+            gain_difference_nats=mean_estimate(mean_gains(after) - mean_gains(before)).reported(),
+        )
+        for before, after in zip(pair.source.own.retrieval, pair.other.own.retrieval, strict=True)
     ]
 
 
-def _tasks(pair: ModelPair) -> list[dict[str, Any]]:
-    """Differences of task measures, paired by question."""
+def _task_changes(pair: ModelPair) -> list[TaskChange]:
+    """Subtract the source's task measures, paired by question."""
     return [
-        {
-            "task": before.task,
-            "measure": before.measure,
-            "difference": mean_estimate(array(after.values) - array(before.values)),
-        }
-        for before, after in zip(pair.source.answered, pair.other.answered, strict=True)
+        TaskChange(
+            task=before.task,
+            measure=before.measure,
+            difference=mean_estimate(float_array(after.values) - float_array(before.values)).reported(),
+        )
+        for before, after in zip(pair.source.own.tasks, pair.other.own.tasks, strict=True)
     ]
 
 
-def _recovered(pair: ModelPair, pairs: Sequence[ModelPair]) -> dict[str, Any] | None:
-    """Share of the log-perplexity that conversion lost and uptraining won back.
-
-    The converted model is the last one named before the uptrained one that was not uptrained itself.
-    """
-    if pair.other.subject.role != UPTRAINED:
+def _recovered(pair: ModelPair, pairs: Sequence[ModelPair]) -> RecoveredShare | None:
+    """Find the share that uptraining recovered of the conversion before it: the last model not itself uptrained."""
+    if pair.other.model.role != UPTRAINED:
         return None
-    earlier = list(itertools.takewhile(lambda found: found is not pair, pairs))
-    candidates = [found.other for found in earlier if found.other.subject.role != UPTRAINED]
-    if not candidates:
+    earlier = itertools.takewhile(lambda found: found is not pair, pairs)
+    converted = [found.other for found in earlier if found.other.model.role != UPTRAINED]
+    if not converted:
         return None
-    converted = candidates[-1]
-    return recovered_share(_nats(pair.source), _nats(converted), _nats(pair.other), converted.subject.name)
-
-
-def recovered_share(source: Array, converted: Array, uptrained: Array, name: str) -> dict[str, Any] | None:
-    """ln(ppl_c/ppl_u) / ln(ppl_c/ppl_s) from nats by document; None where the conversion lost nothing."""
-    lost = converted - source
-    if lost.sum() <= 0:
-        return None
-    return {**ratio_estimate(converted - uptrained, lost).as_dict(), "converted": name}
+    before, lost, after = (found.document_nats for found in (pair.source, converted[-1], pair.other))
+    return reported_recovery(before, lost, after, converted[-1].model.name)

@@ -8,12 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
+from torch import Tensor, nn
 
 
 def forget_settings_of_earlier_run() -> None:
@@ -75,3 +80,35 @@ def launcher_environment(on_cpus: bool, seconds_to_save: int) -> dict[str, str]:
 def quiet_about_tied_weights() -> None:
     """Silence accelerate's warning, at every save, that it stores tied weights once. That is what headfold wants."""
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+
+
+@contextmanager
+def weights_in_memory(module: nn.Module) -> Iterator[dict[Tensor, torch.dtype]]:
+    """Read the weights of ``module`` that accelerate keeps on disk; drop them at the end.
+
+    Yields:
+        The tensors that were read, with the dtypes that they are stored in.
+    """
+    with ExitStack() as stack:
+        stored: dict[Tensor, torch.dtype] = {}
+        for part in module.modules():
+            hook = getattr(part, "_hf_hook", None)
+            if isinstance(hook, AlignDevicesHook) and hook.offload:
+                stack.callback(_drop_weights, part, part.forward)
+                stored |= _read_weights(part, hook)
+        yield stored
+
+
+def _read_weights(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
+    """Read the weights of one module, and bypass the hook that would read them again at each call."""
+    assert hook.weights_map is not None
+    for name, _ in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
+    part.forward = part._old_forward  # type: ignore[assignment] # accelerate keeps the class's own forward there
+    return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
+
+
+def _drop_weights(part: nn.Module, forward: Callable[..., Any]) -> None:
+    part.forward = forward
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        part.register_parameter(name, nn.Parameter(parameter.to("meta")))

@@ -13,6 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def offset_in_file(tensor: torch.Tensor) -> int | None:
+    """Find the byte at which a tensor's storage begins in the file that ``torch.load`` read onto the meta device.
+
+    None for files in the format of torch before 1.6.
+    """
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
 class LiveTensors(TorchDispatchMode):
     """Adds up the storage that operations allocate while it is active, until that storage is freed.
 

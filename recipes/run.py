@@ -13,7 +13,8 @@ from ..convert.run import plan_conversion, run_plan
 from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
-from ..eval.report.write import print_report, read_results
+from ..eval.report.write import print_report
+from ..eval.results import read_results
 from ..options import as_options
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
@@ -27,7 +28,7 @@ from .schema import Recipe
 _RECIPE = "recipe.json"
 
 
-def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) -> Path:
+def run_recipe(recipe: Recipe, folder: str | Path, launch_config: Path | None = None) -> Path:
     """Run the three steps of a recipe into ``folder``: ``converted``, ``uptrained`` and ``report``.
 
     Args:
@@ -40,6 +41,7 @@ def run_recipe(recipe: Recipe, folder: Path, launch_config: Path | None = None) 
     Raises:
         UsageError: ``folder`` holds the steps of another recipe.
     """
+    folder = Path(folder)
     plan = plan_conversion(recipe.checkpoint, recipe.convert)  # refuses the impossible before the folder is claimed
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
     refuse_absent_text(recipe)

@@ -27,14 +27,14 @@ from ..eval.measures.kv_cache import measure_cache
 from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
-from ..eval.scoring.targets import Asking, target_text
+from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_documents
 from .settings import SweepSettings
 
 SOURCE, REFINED = "source", "+refine"
 
 
-def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
+def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> Path:
     """Measure every method at every number of groups. A sweep that was stopped continues.
 
     Methods that cannot convert this checkpoint are left out with a warning. Converted checkpoints are deleted.
@@ -45,6 +45,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     Raises:
         UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
+    checkpoint, out = str(checkpoint), Path(out)
     for method in settings.methods:
         if method.removesuffix(REFINED) not in METHODS:
             raise UsageError(
@@ -86,7 +87,7 @@ def sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
 def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
     """Cut the text into documents; for an encoder-decoder, into pairs by span corruption."""
     if is_seq2seq(ModelType(source.config).resolved):
-        return target_text(tokenizer, corpus, Asking(settings.window), max_tokens=settings.tokens).documents
+        return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from headfold import cli
@@ -110,8 +111,9 @@ def test_a_build_can_fail_by_a_report(limit, code, capfd, monkeypatch, tmp_path)
     from headfold.eval.report import merge
     from headfold.eval.report import write as report
 
-    last = {"against_source": {"perplexity_ratio": {"value": 1.05}}}
-    monkeypatch.setattr(merge, "gather", lambda paths: {"models": [{}, last]})
+    ratio = SimpleNamespace(value=1.05)
+    last = SimpleNamespace(against_source=SimpleNamespace(perplexity_ratio=ratio))
+    monkeypatch.setattr(merge, "read_and_merge", lambda paths: SimpleNamespace(last=last))
     monkeypatch.setattr(report, "print_report", lambda results: None)
     assert run("report", str(tmp_path), "--fail-over", limit) == code
     assert ("5.00%, more than 2.00%" in capfd.readouterr().err) == (code == 1)

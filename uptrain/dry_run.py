@@ -17,8 +17,9 @@ from ..corpus import HELDOUT, is_local, open_corpus
 from ..errors import HeadfoldError
 from .data.mixture import name_of, open_mixture
 from .data.objective import choose_objective, refuse_unfit_settings
-from .estimate.budget import plan_budget, refuse_uneven
-from .estimate.cost import CostEstimate, ModelSize, estimate_cost, model_without_weights, refuse_what_cannot_fit
+from .estimate.budget import Budget, plan_budget, refuse_uneven
+from .estimate.cost import CostEstimate, estimate_cost, refuse_what_cannot_fit
+from .estimate.model_size import ModelSize, model_without_weights
 from .estimate.pretraining import resolve_pretraining
 from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from .models.student import freeze_other_weights, refuse_long_sequences
@@ -61,12 +62,7 @@ def estimate_run(
     budget = plan_budget(settings)
     refuse_uneven(settings.batch, layout.processes)
     refuse_untested_optimizer(settings, layout.sharded and layout.processes > 1)
-    rows = [
-        ["tokens", f"{budget.tokens:,}"],
-        ["steps", f"{budget.steps:,}"],
-        ["tokens per step", f"{budget.tokens_per_step:,}"],
-        ["processes", f"{layout.processes}, {'weights shared (FSDP2)' if layout.sharded else 'each with all weights'}"],
-    ]
+    rows = _budget_rows(budget, layout)
     if source is None:
         info(f"There is no config.json of {checkpoint} here, so operations and memory are not estimated.")
         return rows
@@ -93,6 +89,15 @@ def estimate_run(
         ["operations", f"{cost.flops:.2e}"],
         *([f"memory for {name}", human_bytes(size)] for name, size in cost.memory.items()),
         ["memory of one device", f"about {human_bytes(cost.bytes_per_device)}"],
+    ]
+
+
+def _budget_rows(budget: Budget, layout: Layout) -> list[list[str]]:
+    return [
+        ["tokens", f"{budget.tokens:,}"],
+        ["steps", f"{budget.steps:,}"],
+        ["tokens per step", f"{budget.tokens_per_step:,}"],
+        ["processes", f"{layout.processes}, {'weights shared (FSDP2)' if layout.sharded else 'each with all weights'}"],
     ]
 
 

@@ -137,7 +137,7 @@ class TrainingSaves:
         if len(suspects) < len(saves):
             for save in suspects:
                 save.rename(save.with_name(f"suspect-{save.name}"))
-                warn(f"The weights of {save.name} may have spoilt the loss. Unused, it is named suspect-{save.name}.")
+                warn(f"The weights of {save.name} may have spoilt the loss. It is set aside as suspect-{save.name}.")
 
     def require_one(self) -> None:
         """Check that there is a run to continue.

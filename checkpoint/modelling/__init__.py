@@ -1,12 +1,13 @@
 """Model types of our own: classes that a checkpoint brings along as a file, where transformers has none with KV heads.
 
 Each ``modeling_headfold_*.py`` here is a module of this package and, byte for byte, the file beside the weights that
-config.json's ``auto_map`` names. In this package it is used directly, so none of our commands needs
-``--trust-remote-code`` as long as the checkpoint's file is ours.
+config.json's ``auto_map`` names. Our commands run the package's module, so they need no ``--trust-remote-code`` as long
+as the checkpoint's file is this one, or one that an earlier headfold wrote.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +16,31 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedError
 
+EARLIER = frozenset(
+    {
+        "0f36f686b2b028f2cdcd8d7be4188437f8569fd025d8e0052644d1e8f6dbbac7",  # modeling_headfold_t5.py
+        "8f6fc75bd3fb82581849fa72470b4b4d8a486621191ef9262eabc06661c913a0",
+        "b4f0893ec3d261647e297f8161da5e224c4c44b20e3562afa14ccee5fe42d0d5",  # modeling_headfold_bart.py
+        "1ed88407c5420f2969efb1638a01179125e0f55c5311cc1ecd64d2d7b67f9020",
+        "574198669d336dc9ae0973b84b01e6b5bad25a5eee1e546983a25eb1265c33e2",  # modeling_headfold_decoder.py
+        "c5c94973ca2500f570d8b28f0963a9458a69b0bb6a90f8b95dd222a4e47b221c",
+    }
+)
+"""SHA-256 of the files that earlier versions wrote and that compute what the present ones compute.
+
+Whoever changes a file adds the hash of the one before. Add none whose config.json the present class reads otherwise.
+"""
+
 
 @dataclass(frozen=True)
-class OwnType:
-    """One model type.
+class OwnModelType:
+    """One model type of our own.
 
     Attributes:
         module: file in this folder and beside the weights, without ``.py``.
-        config_class, model_class: in that file.
-        auto_class: the Auto class of transformers that loads it.
+        config_class: name of the config class in that file.
+        model_class: name of the model class in that file.
+        auto_class: Auto class of transformers that loads it.
     """
 
     model_type: str
@@ -38,22 +55,22 @@ class OwnType:
 
     @property
     def code(self) -> bytes:
-        """The file."""
+        """Read the file."""
         return (Path(__file__).parent / self.file_name).read_bytes()
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """How config.json names the classes."""
+        """The entry of config.json that names the classes."""
         return {
             "AutoConfig": f"{self.module}.{self.config_class}",
             self.auto_class: f"{self.module}.{self.model_class}",
         }
 
     def classes(self) -> tuple[Any, Any]:
-        """(config class, model class).
+        """Import the config class and the model class.
 
         Raises:
-            UnsupportedError: the installed transformers is none that the file was tested with.
+            UnsupportedError: the file was not tested with the installed transformers.
         """
         try:
             found = importlib.import_module(f"{__name__}.{self.module}")
@@ -62,24 +79,25 @@ class OwnType:
         return getattr(found, self.config_class), getattr(found, self.model_class)
 
 
-OWN_TYPES: dict[str, OwnType] = {
+_ENCODER_DECODER = "modeling_headfold_encoder_decoder"
+OWN_TYPES: dict[str, OwnModelType] = {
     own.model_type: own
     for own in (
-        OwnType(
+        OwnModelType(
             "headfold_t5",
-            "modeling_headfold_t5",
+            _ENCODER_DECODER,
             "HeadfoldT5Config",
             "HeadfoldT5ForConditionalGeneration",
             "AutoModelForSeq2SeqLM",
         ),
-        OwnType(
+        OwnModelType(
             "headfold_bart",
-            "modeling_headfold_bart",
+            _ENCODER_DECODER,
             "HeadfoldBartConfig",
             "HeadfoldBartForConditionalGeneration",
             "AutoModelForSeq2SeqLM",
         ),
-        OwnType(
+        OwnModelType(
             "headfold_decoder",
             "modeling_headfold_decoder",
             "HeadfoldDecoderConfig",
@@ -90,37 +108,49 @@ OWN_TYPES: dict[str, OwnType] = {
 }
 
 
-def own_type(config: Mapping[str, Any]) -> OwnType | None:
-    """The type of our own that a config.json names, or None."""
+def own_type(config: Mapping[str, Any]) -> OwnModelType | None:
+    """Return the type of our own that a config.json names, or None."""
     return OWN_TYPES.get(str(config.get("model_type")))
 
 
-def own_config(own: OwnType, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of ``config`` as a config.json of this type; the number of KV heads is the caller's to add."""
+def own_config(own: OwnModelType, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn ``config`` into a config.json of this type. The caller adds the number of KV heads."""
     named = {"architectures": [own.model_class], "auto_map": own.auto_map, "model_type": own.model_type}
     return {**config, **named}
 
 
+def code_file(own: OwnModelType, config: Mapping[str, Any]) -> str:
+    """Name the file beside the weights that holds the classes; earlier versions gave it other names."""
+    named = config.get("auto_map")
+    reference = named.get("AutoConfig") if isinstance(named, Mapping) else None
+    if not isinstance(reference, str):
+        return own.file_name
+    # transformers may put "owner/repository--" in front when it saves what it loaded from the hub
+    return f"{reference.rpartition('--')[2].partition('.')[0]}.py"
+
+
 def write_code(config: Mapping[str, Any], folder: Path) -> None:
-    """Put the file of the type that ``config`` names into ``folder``; nothing for a type of transformers."""
+    """Put the file of the type that ``config`` names into ``folder``. Do nothing for a type of transformers."""
     own = own_type(config)
-    if own is not None:
+    # an earlier version's file was copied with the source's other files, and config.json still names it
+    if own is not None and (code_file(own, config) == own.file_name or not (folder / code_file(own, config)).exists()):
         (folder / own.file_name).write_bytes(own.code)
 
 
-def is_ours(own: OwnType, folder: Path) -> bool:
-    """True when the file beside the weights is the one of this package."""
+def is_ours(own: OwnModelType, config: Mapping[str, Any], folder: Path) -> bool:
+    """True if this or an earlier version of headfold wrote the file of code beside the weights."""
     try:
-        return (folder / own.file_name).read_bytes() == own.code
+        code = (folder / code_file(own, config)).read_bytes()
     except OSError:
         return False
+    return code == own.code or hashlib.sha256(code).hexdigest() in EARLIER
 
 
-def register(own: OwnType) -> None:
-    """Tell the Auto classes of this process about the type; done once, done again it changes nothing.
+def register(own: OwnModelType) -> None:
+    """Tell the Auto classes of this process about the type. Calling it again changes nothing.
 
     Raises:
-        UnsupportedError: the installed transformers is none that the file was tested with.
+        UnsupportedError: the file was not tested with the installed transformers.
     """
     import transformers
 
@@ -129,23 +159,26 @@ def register(own: OwnType) -> None:
     getattr(transformers, own.auto_class).register(config_class, model_class, exist_ok=True)
 
 
-def admit(config: Mapping[str, Any], folder: Path) -> None:
-    """Get ready to load a checkpoint without running any code that it brings; nothing for a type of transformers.
+def register_own_code(config: Mapping[str, Any], folder: Path) -> None:
+    """Prepare to load a checkpoint by this package's classes, so that no code runs which the checkpoint brings.
+
+    Do nothing for a type of transformers.
 
     Raises:
-        UnsupportedError: the file beside the weights is not the one of this package, or the installed transformers is
-            none that it was tested with.
+        UnsupportedError: headfold did not write the file beside the weights, or the file was not tested with the
+            installed transformers.
         CheckpointError: there is no such file.
     """
     own = own_type(config)
     if own is None:
         return
-    if not (folder / own.file_name).exists():
-        raise CheckpointError(f"{folder} lacks {own.file_name}, the code of its type.", "Fetch the checkpoint again.")
-    if not is_ours(own, folder):
+    file = folder / code_file(own, config)
+    if not file.exists():
+        raise CheckpointError(f"{folder} lacks {file.name}, the code of its type.", "Fetch the checkpoint again.")
+    if not is_ours(own, config, folder):
         raise UnsupportedError(
-            f"{folder / own.file_name} is not the file that this version of headfold writes.",
-            "Use the headfold that wrote it (headfold.json has its version); or read the file, and pass "
+            f"{file} is not a file that this version of headfold, or an earlier one, writes.",
+            "Use the headfold that wrote it (headfold.json has its version). Or read the file, and pass "
             "--trust-remote-code to a command that runs the model.",
         )
     register(own)

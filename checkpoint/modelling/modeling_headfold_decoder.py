@@ -1,10 +1,10 @@
 """A decoder-only language model in which several query heads share one key and value head.
 
-It is what headfold writes where the class of the source cannot hold fewer KV heads: GPT-2, OPT, GPT-Neo, BLOOM and MPT
-differ in few things, and each of those is a setting here. The file needs torch and transformers and nothing else.
+headfold writes it where the class of the source cannot hold fewer KV heads. GPT-2, OPT, GPT-Neo, BLOOM and MPT differ
+in few things, and each of those is a setting here. The file needs torch and transformers, nothing else.
 
-Letters of shapes: B batch, T tokens of the input, S tokens that are seen (those in the cache included), H query heads,
-G KV heads, m = H/G, D width of a head, C hidden size, V vocabulary.
+Letters of shapes: B sequences, T tokens that are read now, S tokens that keys come from (the cached ones, then those
+read now), H query heads, G KV heads, D head dim, C hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 TESTED = ("4.57", "5.24")
-"""Releases of transformers with which this file was tested; in another one it might compute something else."""
+"""Versions of transformers (major.minor) in which this file was found to compute the right numbers."""
 _VERSION = ".".join(transformers.__version__.split(".")[:2])
 if _VERSION not in TESTED:
     raise ImportError(
@@ -30,27 +30,27 @@ if _VERSION not in TESTED:
     )
 
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""How this transformers calls the cache in its outputs."""
+"""Name of the cache in the outputs of this version of transformers."""
 
 
 class HeadfoldDecoderConfig(PretrainedConfig):
-    """Settings.
+    """Settings of the decoder.
 
     Args:
         intermediate_size: width of the MLP.
-        num_key_value_heads: G; None means as many as query heads.
-        score_scale: factor of the scores; None is one over the square root of the head's width.
-        learned_positions: a table of position embeddings is added to the tokens'.
-        positions_from_mask: where no ``position_ids`` are given, padding takes no position.
-        alibi_slopes: one for every query head; None where nothing is added to the scores.
-        alibi_in_model_dtype: what is added is rounded to the dtype of the model first, as BLOOM does.
-        attention_windows: for every layer how many tokens it sees, None for all; None where all see all.
-        clip_qkv: queries, keys and values are cut off at this size.
-        embedding_size: width of the embeddings where it is not the hidden size.
+        num_key_value_heads: number of KV heads. None: as many as query heads.
+        score_scale: factor of the attention scores. None: one over the square root of the head dim.
+        learned_positions: add a table of position embeddings to the token embeddings.
+        positions_from_mask: padding takes no position, if no ``position_ids`` are given.
+        alibi_slopes: ALiBi slope of every query head. None: nothing is added to the scores.
+        alibi_in_model_dtype: round ALiBi's biases to the dtype of the model before they are added, as BLOOM does.
+        attention_windows: number of tokens that each layer sees, None for all. None instead of a list: all see all.
+        clip_qkv: clamp queries, keys and values to this size.
+        embedding_size: width of the embeddings. None: the hidden size.
         embedding_norm: a norm follows the embeddings.
-        norms_first: norms stand before attention and MLP, else after them.
-        final_norm: a norm stands before the output head.
-        qkv_bias, output_bias, mlp_bias, norm_bias: which layers have one.
+        norms_first: norms precede attention and MLP; else they follow.
+        final_norm: a norm precedes the output head.
+        qkv_bias, output_bias, mlp_bias, norm_bias: which layers have biases.
     """
 
     model_type = "headfold_decoder"
@@ -120,7 +120,7 @@ class HeadfoldDecoderConfig(PretrainedConfig):
         self.residual_dropout = residual_dropout
         self.attention_dropout = attention_dropout
         self.use_cache = use_cache
-        kwargs.pop("head_dim", None)  # written for those who size a cache; it follows from the others
+        kwargs.pop("head_dim", None)  # config.json has it for whoever sizes a cache, but the other settings imply it
         super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
         if hidden_size % num_attention_heads or num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -129,7 +129,7 @@ class HeadfoldDecoderConfig(PretrainedConfig):
             )
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a layer sees; None for all."""
+        """Return the number of tokens that a layer sees. None: all."""
         return None if self.attention_windows is None else self.attention_windows[layer]
 
 
@@ -150,7 +150,7 @@ class HeadfoldDecoderAttention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
     def forward(self, x_BTC: Tensor, bias_BHTS: Tensor | None, cache: Any = None) -> Tensor:
-        """``bias_BHTS`` is added to the scores (its B and H may be 1); None stands for a causal mask."""
+        """Attend. ``bias_BHTS`` is added to the scores, its B and H may be 1. None stands for a causal mask."""
         q_BHTD, k_BGTD, v_BGTD = (self._heads(part(x_BTC)) for part in (self.q_proj, self.k_proj, self.v_proj))
         if cache is not None:
             k_BGTD, v_BGTD = cache.update(k_BGTD, v_BGTD, self.layer)
@@ -187,7 +187,7 @@ class HeadfoldDecoderAttention(nn.Module):
 
 
 class HeadfoldDecoderMLP(nn.Module):
-    """Two layers."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self, config: HeadfoldDecoderConfig) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ class HeadfoldDecoderMLP(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """The same shape."""
+        """Return the same shape."""
         return self.fc2(self.act(self.fc1(x_BTC)))
 
 
 class HeadfoldDecoderLayer(GradientCheckpointingLayer):
-    """Attention, then MLP, each added to the stream."""
+    """Attention, then MLP, each added to its input."""
 
     def __init__(self, config: HeadfoldDecoderConfig, layer: int) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def _norm(config: HeadfoldDecoderConfig, width: int) -> nn.LayerNorm:
 
 
 class HeadfoldDecoderPreTrainedModel(PreTrainedModel):
-    """What the model with and without its head share."""
+    """Raises where transformers would only warn that weights are missing."""
 
     config_class = HeadfoldDecoderConfig
     base_model_prefix = "model"
@@ -237,10 +237,10 @@ class HeadfoldDecoderPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As every model's, but a weight that the files lack is an error, not a random number.
+        """Load as transformers does, but refuse missing and mismatched weights instead of filling in random numbers.
 
         Raises:
-            ValueError: a weight is missing, or has another shape than the config asks for.
+            ValueError: a weight is missing or has another shape.
         """
         found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, report = found
@@ -284,15 +284,15 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of shape (B, T, C).
+        """Return hidden states (B, T, C).
 
         Args:
             attention_mask: (B, S), 0 where there is padding.
             position_ids: (B, T) or (1, T).
-            past_key_values, cache: two names for the same.
+            past_key_values, cache: names of the same cache in transformers 4 and 5.
 
         Raises:
-            ValueError: something is asked for that the model does not have.
+            ValueError: the model does not know an argument, or does not support it.
         """
         _refuse_odd_requests(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -302,24 +302,24 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         past = 0 if cache is None else int(cache.get_seq_length())
         if attention_mask is not None and attention_mask.shape[1:] != (past + h_BTC.shape[1],):
             raise ValueError(f"attention_mask must have a column for each of {past + h_BTC.shape[1]} tokens.")
-        places_BS = self._places(attention_mask, past + h_BTC.shape[1], h_BTC.device)
-        h_BTC = self._embedded(h_BTC, places_BS[:, past:] if position_ids is None else position_ids)
+        positions_BS = self._positions(attention_mask, past + h_BTC.shape[1], h_BTC.device)
+        h_BTC = self._embedded(h_BTC, positions_BS[:, past:] if position_ids is None else position_ids)
         windows = {self.config.window(layer) for layer in range(len(self.layers))}
-        biases = {window: self._bias(h_BTC, attention_mask, places_BS, past, window) for window in windows}
-        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        biases = {window: self._bias(h_BTC, attention_mask, positions_BS, past, window) for window in windows}
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         seen = []
         for index, layer in enumerate(self.layers):
-            seen += [h_BTC] if asked else []
+            seen += [h_BTC] if wanted else []
             h_BTC = layer(h_BTC, bias_BHTS=biases[self.config.window(index)], cache=cache)
         h_BTC = h_BTC if self.norm is None else self.norm(h_BTC)
-        seen += [h_BTC] if asked else []
+        seen += [h_BTC] if wanted else []
         h_BTC = h_BTC if self.project_out is None else self.project_out(h_BTC)
         return BaseModelOutputWithPast(
-            last_hidden_state=h_BTC, hidden_states=tuple(seen) if asked else None, **{_CACHE: cache}
+            last_hidden_state=h_BTC, hidden_states=tuple(seen) if wanted else None, **{_CACHE: cache}
         )
 
     def _cache(self, given: Any, wanted: bool | None) -> Any:
-        """The cache to use: that which is given, a new one where one is wanted, or None."""
+        """Return the cache that was given, a new one if one is wanted, or None."""
         if given is not None and getattr(given, "is_compileable", False):
             raise ValueError("This model takes a cache that grows (DynamicCache), none of a fixed size.")
         if self.gradient_checkpointing and self.training:
@@ -331,27 +331,27 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         wanted = self.config.use_cache if wanted is None else wanted
         return DynamicCache(config=self.config) if wanted and given is None else given
 
-    def _places(self, mask_BS: Tensor | None, length: int, device: torch.device) -> Tensor:
-        """The position of every token that is seen, (B, S) or (1, S), from 0."""
+    def _positions(self, mask_BS: Tensor | None, length: int, device: torch.device) -> Tensor:
+        """Return the position of every token, cached ones included, (B, S) or (1, S), counted from 0."""
         if mask_BS is None or not self.config.positions_from_mask:
             return torch.arange(length, device=device)[None]
         mask_BS = mask_BS.long()
         return ((mask_BS.cumsum(1) - 1) * mask_BS).clamp(min=0)
 
-    def _embedded(self, h_BTC: Tensor, places_BT: Tensor) -> Tensor:
+    def _embedded(self, h_BTC: Tensor, positions_BT: Tensor) -> Tensor:
         if self.project_in is not None:
             h_BTC = self.project_in(h_BTC)
         if self.embed_positions is not None:
-            h_BTC = h_BTC + self.embed_positions(places_BT)
+            h_BTC = h_BTC + self.embed_positions(positions_BT)
         if self.embed_norm is not None:
             h_BTC = self.embed_norm(h_BTC)
         return self.dropout(h_BTC)
 
     def _bias(
-        self, h_BTC: Tensor, mask_BS: Tensor | None, places_BS: Tensor, past: int, window: int | None
+        self, h_BTC: Tensor, mask_BS: Tensor | None, positions_BS: Tensor, past: int, window: int | None
     ) -> Tensor | None:
-        """What is added to the scores, (B or 1, H or 1, T, S); None where it is a plain causal mask."""
-        tokens, length = h_BTC.shape[1], places_BS.shape[1]
+        """Return the bias of the scores, (B or 1, H or 1, T, S). None: a plain causal mask will do."""
+        tokens, length = h_BTC.shape[1], positions_BS.shape[1]
         padding_BS = None if mask_BS is None or bool(mask_BS.all()) else mask_BS == 0
         reach = length if window is None else min(window, length)
         slopes = self.config.alibi_slopes
@@ -361,18 +361,18 @@ class HeadfoldDecoderModel(HeadfoldDecoderPreTrainedModel):
         hidden_BHTS = ((back_TS < 0) | (back_TS >= reach))[None, None]
         if padding_BS is not None:
             hidden_BHTS = hidden_BHTS | padding_BS[:, None, None]
-        added_BHTS = h_BTC.new_zeros(1, 1, 1, 1) if slopes is None else self._alibi(h_BTC, places_BS, past)
-        # the smallest number, not minus infinity: a row that sees nothing must not become no number
+        added_BHTS = h_BTC.new_zeros(1, 1, 1, 1) if slopes is None else self._alibi(h_BTC, positions_BS, past)
+        # not minus infinity: the softmax of a row of padding, which sees nothing, would be NaN
         smallest = torch.finfo(h_BTC.dtype).min
         return added_BHTS.masked_fill(hidden_BHTS, smallest)
 
-    def _alibi(self, h_BTC: Tensor, places_BS: Tensor, past: int) -> Tensor:
+    def _alibi(self, h_BTC: Tensor, positions_BS: Tensor, past: int) -> Tensor:
         """Linear biases (Press et al. 2022, arXiv 2108.12409), (B or 1, H, T, S).
 
-        Only differences of a row matter. They are taken before rounding, so that they are small for near tokens.
+        Only differences within a row matter. They are taken before rounding, so that near tokens have exact ones.
         """
         slopes_H = torch.tensor(self.config.alibi_slopes, dtype=torch.float32, device=h_BTC.device)
-        bias_BHS = slopes_H[:, None] * places_BS[:, None]
+        bias_BHS = slopes_H[:, None] * positions_BS[:, None]
         if self.config.alibi_in_model_dtype:
             bias_BHS = bias_BHS.to(h_BTC.dtype).float()
         return (bias_BHS[:, :, None] - bias_BHS[:, :, past:, None]).to(h_BTC.dtype)
@@ -404,7 +404,7 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of shape (B, T, V), and the loss where there are ``labels``, which are shifted here.
+        """Return logits (B, T, V), and the loss if there are ``labels``, which are shifted here.
 
         Args:
             num_items_in_batch: divide the summed loss by this instead of the number of targets.
@@ -419,8 +419,8 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
             cache=past_key_values if cache is None else cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(found.last_hidden_state[:, kept])
+        scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(found.last_hidden_state[:, scored])
         loss = None
         if labels is not None:
             sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
@@ -431,7 +431,7 @@ class HeadfoldDecoderForCausalLM(HeadfoldDecoderPreTrainedModel, GenerationMixin
 
 
 _HARMLESS = ("output_attentions", "return_dict", "cache_position")
-"""What generation and training hand on, and what is looked at before."""
+"""Arguments that change no number, and those that are checked before."""
 
 
 def _refuse_odd_requests(kwargs: dict[str, Any]) -> None:

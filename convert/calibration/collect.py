@@ -90,7 +90,7 @@ def summing_inputs(model: nn.Module, names: Sequence[str], sums: MomentSums) -> 
     """Add what the named modules read to ``sums``, one sum for each, while the model runs without gradients."""
     with ExitStack() as stack, torch.inference_mode():
         stack.callback(model.train, model.training)
-        model.eval()
+        model.eval()  # dropout would change the moments
         for place, name in enumerate(names):
             stack.callback(model.get_submodule(name).register_forward_pre_hook(_adding_to(sums, place)).remove)
         yield

@@ -1,19 +1,12 @@
-"""Load a model for forward passes, with its weights left on disk where they do not fit into memory.
-
-Everything that depends on how accelerate keeps weights on disk is here.
-"""
+"""Load a model for forward passes, with its weights left on disk if they do not fit into memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from accelerate.hooks import AlignDevicesHook
-from torch import Tensor, nn
 
 from ...checkpoint.load import is_seq2seq, load_config, load_language_model
 
@@ -52,35 +45,3 @@ def load_or_offload(
     return (AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM).from_pretrained(
         folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
     )
-
-
-@contextmanager
-def weights_in_memory(module: nn.Module) -> Iterator[dict[Tensor, torch.dtype]]:
-    """Read the weights of ``module`` that accelerate keeps on disk; drop them at the end.
-
-    Yields:
-        The tensors that were read, with the dtypes that they are stored in.
-    """
-    with ExitStack() as stack:
-        stored: dict[Tensor, torch.dtype] = {}
-        for part in module.modules():
-            hook = getattr(part, "_hf_hook", None)
-            if isinstance(hook, AlignDevicesHook) and hook.offload:
-                stack.callback(_drop_weights, part, part.forward)
-                stored |= _read_weights(part, hook)
-        yield stored
-
-
-def _read_weights(part: nn.Module, hook: AlignDevicesHook) -> dict[Tensor, torch.dtype]:
-    """Read the weights of one module, and bypass the hook that would read them again at each call."""
-    assert hook.weights_map is not None
-    for name, _ in list(part.named_parameters(recurse=False)):
-        part.register_parameter(name, nn.Parameter(hook.weights_map[name]))
-    part.forward = part._old_forward  # type: ignore[assignment]
-    return {parameter: parameter.dtype for parameter in part.parameters(recurse=False)}
-
-
-def _drop_weights(part: nn.Module, forward: Callable[..., Any]) -> None:
-    part.forward = forward
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        part.register_parameter(name, nn.Parameter(parameter.to("meta")))

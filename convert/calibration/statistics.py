@@ -106,6 +106,7 @@ class MomentSums:
         hidden = x_NC.shape[1]
         sum_EE = self._map(layer)
         sum_EE[:hidden, :hidden] += (x_NC.T @ x_NC).cpu().numpy()
+        # The constant 1 is not appended to x: its row and column of x xᵀ are the sum of x, its corner the count.
         column_C = x_NC.sum(0, dtype=torch.float64).cpu().numpy()
         sum_EE[hidden, :hidden] += column_C
         sum_EE[:hidden, hidden] += column_C
@@ -116,7 +117,7 @@ class MomentSums:
         """Turn the sums into means."""
         for layer, count in enumerate(self.counts):
             mean_EE = self._map(layer)
-            mean_EE /= max(count, 1)
+            mean_EE /= max(count, 1)  # a layer that saw no token is refused by its caller
 
     def _map(self, layer: int) -> Any:
         begin = self._offset + 8 * sum(width * width for width in self._widths[:layer])
@@ -143,6 +144,7 @@ def writing_statistics(
     with writing_whole(file) as temporary:
         with temporary.open("wb") as stream:
             stream.write(header)
+            # Extends the file with zeros, where the sums start; it takes no room on disk until they are added to.
             stream.truncate(len(header) + 8 * sum(width * width for width in widths))
         sums = MomentSums(temporary, widths, len(header))
         yield sums

@@ -55,6 +55,7 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length
         DataError: the corpus gives fewer tokens than one sequence.
     """
     wanted = max(tokens // sequence_length, 1) * sequence_length
+    # No padding: every token counts once in the statistics, and refinement knows no masks.
     encode, ids = Encoder(tokenizer), list[int]()
     for document in corpus:
         if len(ids) >= wanted:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ...checkpoint.modelling import OwnType, own_type, register
+from ...checkpoint.modelling import OwnModelType, own_type, register
 from ...checkpoint.source import CONFIG_NAME
 from ...errors import CheckpointError, UnsupportedError, first_line
 from ...libraries.transformers_internals import from_config
@@ -56,7 +56,7 @@ class ModelType:
             UnsupportedError: transformers has no class of its own for it.
         """
         self.config = config
-        self.own: OwnType | None = own_type(config)
+        self.own: OwnModelType | None = own_type(config)
         self.name = _known_name(config, self.own)
         self._models: dict[str, PreTrainedModel] = {}
 
@@ -138,7 +138,7 @@ def quiet_transformers() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _known_name(config: dict[str, Any], own: OwnType | None) -> str:
+def _known_name(config: dict[str, Any], own: OwnModelType | None) -> str:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...checkpoint.modelling import admit
+from ...checkpoint.modelling import register_own_code
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from .model_type import KV_KEY, ModelType
@@ -52,7 +52,7 @@ def model_type_to_convert(checkpoint: Checkpoint) -> ModelType:
         CheckpointError: the code of its type is missing.
     """
     _refuse_quantised(checkpoint)
-    admit(checkpoint.config, checkpoint.folder)
+    register_own_code(checkpoint.config, checkpoint.folder)
     return ModelType(checkpoint.config)
 
 

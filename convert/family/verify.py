@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.modelling import admit
+from ...checkpoint.modelling import register_own_code
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, first_line
 from .model_type import ModelType, quiet_transformers
@@ -22,7 +22,7 @@ def verify(folder: Path) -> list[str]:
         UnsupportedError: transformers has no class for it.
     """
     config = Checkpoint.open(folder, weights=False).config
-    admit(config, folder)
+    register_own_code(config, folder)
     cls: Any = ModelType(config).model_class
     with quiet_transformers():
         try:

@@ -55,6 +55,7 @@ def align_group(attention: Attention, rows: RotaryRows, grams: HeadGrams) -> Sha
         planes_FM, passing_MPP = phases(grams.planes_FKK), rotations(grams.passing_KPKP)
         scale_M = torch.ones(members, dtype=torch.float64)
     values_MDD = rotations(grams.values_KDKD)
+    # A member is its turn times the common head, so it is divided by the turn first: conj(b) for |b| = 1, Oᵀ for O.
     return SharedBasis(
         plane_combine_FM=planes_FM.conj() * scale_M / members,
         plane_expand_FM=planes_FM,

@@ -33,7 +33,7 @@ from .table import AllowedTurns
 
 @dataclass(frozen=True)
 class SharedBasis:
-    """How one group shares a head: shared = Σ_h combine_h member_h, and member_h ≈ expand_h shared.
+    """Basis changes of one group: shared = Σ_h combine_h member_h, and member_h ≈ expand_h shared.
 
     Attributes:
         plane_combine_FM, plane_expand_FM: complex, one number per plane and member.
@@ -56,7 +56,7 @@ class SharedBasis:
 
 
 GroupSolver = Callable[[Attention, RotaryRows, HeadGrams], SharedBasis]
-"""A method for one group: the layer (for what its norms allow), its rows, the group's Gram matrices → its basis."""
+"""Method for one group: the layer (its norms limit the turns), its rows, the group's Gram matrices → its basis."""
 
 
 def share_heads(attention: Attention, groups: int, second_moment: Tensor | None, solve: GroupSolver) -> Attention:
@@ -67,7 +67,7 @@ def share_heads(attention: Attention, groups: int, second_moment: Tensor | None,
         second_moment: E[x xᵀ] of the attention's input, (C+1)×(C+1), or None for the identity.
     """
     if groups == attention.kv_heads:
-        return attention
+        return attention  # to the last bit, which a turn and its inverse would not give
     rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
     layer = with_moments(attention, second_moment)
     parts = []
@@ -85,7 +85,7 @@ def contiguous_groups(kv_heads: int, groups: int) -> list[list[int]]:
 
 
 Parts = tuple[Tensor, Tensor, Tensor]
-"""What combines by itself in a head: planes of K (…, F, E) complex, unrotated rows of K (…, P, E), and V (…, D, E)."""
+"""Parts of a head that combine by themselves: planes of K (…, F, E), unrotated rows of K (…, P, E), V (…, D, E)."""
 
 
 def _share_group(
@@ -110,6 +110,7 @@ def _share_group(
     plane_FE, passing_PE, v_DE = shared
     k_1DE = from_planes(plane_FE.unsqueeze(0), passing_PE.unsqueeze(0), rows)
     if basis.rescaled:
+        # Nothing takes the inverse: scores and outputs are meant to grow back to their size before the average.
         k_1DE = k_1DE * _norm_ratio(k_MDE.norm(dim=(1, 2)).mean(), k_1DE.norm())
         v_DE = v_DE * _norm_ratio(v_MDE.norm(dim=(1, 2)).mean(), v_DE.norm())
     q_XDE = _read_shared_keys(layer.q_HDE[queries], rows, basis, per_kv)
@@ -152,6 +153,7 @@ def _sharpening(before_X: Tensor, after_X: Tensor) -> Tensor:
 
 def _read_shared_keys(q_XDE: Tensor, rows: RotaryRows, basis: SharedBasis, per_kv: int) -> Tensor:
     """Rewrite queries so that they read the shared key c as they read their own k ≈ b c: qᴴ k = (conj(b) q)ᴴ c."""
+    # All query heads of one member read through the same basis change.
     plane_XF = basis.plane_expand_FM.conj().T.repeat_interleave(per_kv, 0)
     passing_XPP = basis.passing_expand_MPP.repeat_interleave(per_kv, 0)
     return from_planes(to_planes(q_XDE, rows) * plane_XF.unsqueeze(-1), passing_XPP.mT @ q_XDE[:, rows.passing_P], rows)
@@ -168,7 +170,7 @@ def turns_in_words(layer: AttentionLayer, turns: AllowedTurns) -> str:
 
 
 def _key_turns(layer: AttentionLayer, turns: AllowedTurns) -> str:
-    if layer.keys_normed:
+    if layer.keys_normed:  # whatever the method would turn, the norm allows no more
         return "a sign per rotary plane or row, or a phase where the two weights of the q/k norm are equal"
     rotated = 0 if layer.rotary is None or layer.rotary.layout == "none" else layer.rotary.dim
     of_planes = [f"{turns.of_planes} per rotary plane"] if rotated else []

@@ -35,6 +35,7 @@ class MethodContext:
         """Give the tensor of this role a seed of its own, so that no two tensors of a layer are alike."""
         if role not in _SEEDED_ROLES:
             return self
+        # One number for (seed, layer, role): the factors exceed the numbers of layers and of roles.
         return replace(self, seed=(self.seed * 1_000_003 + self.layer) * 8 + _SEEDED_ROLES.index(role))
 
 

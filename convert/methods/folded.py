@@ -38,6 +38,7 @@ def folded(attention: Attention, groups: int, context: MethodContext) -> Attenti
 def fold_group(attention: Attention, rows: RotaryRows, grams: HeadGrams) -> SharedBasis:
     """Find principal components for the planes of K, for its other rows, and for V."""
     if attention.keys_normed:
+        # The norm fixes the size of every key and allows few turns: average, as aligned does.
         planes_FM, passing_MPP, scale_M = normed_turns(attention, rows, grams)
         members = len(scale_M)
         plane_combine_FM, plane_expand_FM = planes_FM.conj() * scale_M / members, planes_FM
@@ -76,6 +77,7 @@ def principal_row(gram_FMM: Tensor, weight_FM: Tensor) -> tuple[Tensor, Tensor]:
     # An eigenvector is determined up to a phase: choose it so that the member with the largest part is not turned.
     largest = vector_FM.gather(-1, vector_FM.abs().argmax(-1, keepdim=True))
     vector_FM = vector_FM * largest.conj() / largest.abs()
+    # κ_h is weighted to enter the eigenproblem, and what it gives is divided by the weight to be read as κ_h again.
     return vector_FM.conj() * root_FM, vector_FM / root_FM
 
 
@@ -97,6 +99,7 @@ def principal_rows(gram_MRMR: Tensor, weight_MRR: Tensor) -> tuple[Tensor, Tenso
         return gram_MRMR.new_zeros(members, 0, 0), gram_MRMR.new_zeros(members, 0, 0)
     root_MRR, inverse_MRR = _roots(weight_MRR)
     gram = _weighted_rows(gram_MRMR, root_MRR).reshape(members * width, members * width)
+    # eigh sorts in ascending order: the last vectors are the principal ones.
     vectors_MRR = torch.linalg.eigh(gram).eigenvectors[:, -width:].unflatten(0, (members, width))
     return vectors_MRR.mT @ root_MRR, inverse_MRR @ vectors_MRR
 
@@ -158,7 +161,7 @@ def _tail(gram_KRKR: Tensor, heads: list[int]) -> float:
     if width == 0:
         return 0.0
     values = torch.linalg.eigvalsh(_square(gram_KRKR[heads][:, :, heads]))
-    return float(values[:-width].clamp_min(0).sum())
+    return float(values[:-width].clamp_min(0).sum())  # rounding can make zero eigenvalues negative
 
 
 def weighted_grams(attention: Attention, context: MethodContext) -> WeightedGrams:
@@ -166,6 +169,7 @@ def weighted_grams(attention: Attention, context: MethodContext) -> WeightedGram
     rows = rotary_rows(attention.rotary, attention.k_KDC.shape[1])
     grams = head_grams(with_moments(attention, context.second_moment), rows, list(range(attention.kv_heads)))
     return WeightedGrams(
+        # Nothing is divided by these roots, so zero weights of planes need no damping.
         planes_FKK=_weighted_planes(grams.planes_FKK, grams.plane_weights_FK.sqrt()),
         passing_KPKP=_weighted_rows(grams.passing_KPKP, _roots(grams.passing_weights_KPP)[0]),
         values_KDKD=_weighted_rows(grams.values_KDKD, _roots(grams.value_weights_KDD)[0]),

@@ -38,7 +38,7 @@ def similarity_order(attention: Attention, groups: int, context: MethodContext) 
     """
     heads = attention.kv_heads
     members = heads // groups
-    if members in (1, heads):
+    if members in (1, heads):  # one possible partition only
         return list(range(heads))
     grams = weighted_grams(attention, context)
     totals = grams.total_energy()
@@ -46,6 +46,7 @@ def similarity_order(attention: Attention, groups: int, context: MethodContext) 
     @cache
     def cost(group: tuple[int, ...]) -> float:
         lost = grams.lost_energy(list(group))
+        # Squared scores and squared outputs have different units; their shares of the whole can be added.
         return sum(part / total for part, total in zip(lost, totals, strict=True) if total > 0)
 
     exact = heads <= _EXACT_HEADS and comb(heads, members) <= _EXACT_SUBSETS
@@ -87,6 +88,7 @@ def searched_partition(heads: int, members: int, cost: Cost) -> list[tuple[int, 
     from a good partition by pairwise costs; the number of costs computed is proportional to the number of heads.
     """
     estimate = _pairwise(heads, cost)
+    # The start by pairs can end in a worse optimum, so the search starts from neighbours as well.
     neighbours = [set(group) for group in contiguous_groups(heads, heads // members)]
     by_pairs = _swapped([set(group) for group in neighbours], estimate, estimate, checks=heads**3)
     candidates = [_swapped(start, cost, estimate, _CHECKS_PER_HEAD * heads) for start in (neighbours, by_pairs)]

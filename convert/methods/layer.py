@@ -98,7 +98,7 @@ def _attention(
 ) -> Attention:
     """Complete the heads that :func:`_read_heads` gives to a whole layer, see :func:`read_attention`."""
     heads = dict(stored_heads)
-    heads.setdefault("v", heads["k"])
+    heads.setdefault("v", heads["k"])  # classes that take their values from the keys
     for role, name in (("q", layer.q), ("q_bias", layer.q_bias)):
         if name is not None and role not in heads:
             # A query projection may hold a gate behind each head's queries (Qwen3-Next): take the queries only.
@@ -143,6 +143,7 @@ def disk_tensors(
     }
     heads = {role: tensor for role, tensor in roles.items() if tensor is not None} | dict(norms or {})
     made = _joined(layer, heads, family.query_heads, attention.kv_heads)
+    # Fused tensors hold q as well and are complete by now.
     for role, name in (("q", layer.q), ("q_bias", layer.q_bias)):
         if name is not None and name not in made:
             made[name] = heads[role].flatten(0, 1)
@@ -159,4 +160,5 @@ def _joined(layer: AttentionLayer, heads: Mapping[str, Tensor], query_heads: int
 
 
 def _widened(tensor: Tensor) -> Tensor:
+    """Convert to float32, so that half types are rounded once, when the result is stored."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -124,6 +124,7 @@ def with_moments(attention: Attention, second_moment: Tensor | None) -> Attentio
         wide = weight_XDC.double()
         if not biased:
             return wide
+        # Every projection gets the column, so that all share the same E.
         column = wide.new_zeros(wide.shape[:2]) if bias_XD is None else bias_XD.double()
         return torch.cat([wide, column.unsqueeze(-1)], dim=-1)
 
@@ -222,8 +223,8 @@ def score_error_gains(layer: AttentionWithMoments, v_KDE: Tensor, o_KQCD: Tensor
     An error moves attention from one token to another, so the distance between values counts, not their size.
     """
     covariance_KDD = layer.times_moment(v_KDE, 0) @ v_KDE.mT
-    gain_KQ: Tensor = torch.einsum("kqcd,kde,kqce->kq", o_KQCD, covariance_KDD, o_KQCD).clamp_min(0)
-    return gain_KQ
+    gain_KQ: Tensor = torch.einsum("kqcd,kde,kqce->kq", o_KQCD, covariance_KDD, o_KQCD)
+    return gain_KQ.clamp_min(0)  # a covariance is a difference, so rounding can make it negative
 
 
 def score_energy(layer: AttentionWithMoments, rows: RotaryRows, q_XDE: Tensor, k_XDE: Tensor) -> Tensor:

@@ -86,10 +86,12 @@ def merge_full_width(
     keys_GDE = pool(weights_KD.unsqueeze(-1) * wide_KDE).double()
     # A root mean square has no sign, and weights may be negative: it takes the sign of their mean.
     size_GD = pool(weights_KD.square()).double().sqrt() * pool(weights_KD).double().sign()
+    # Rows with weights of zero have keys of zero: any divisor serves.
     size_GD = torch.where(size_GD == 0, torch.ones_like(size_GD), size_GD)
     rows_GDE = keys_GDE / size_GD.unsqueeze(-1)
     scale = (_mean_energy(rows_GDE, second_moment) / _mean_energy(wide_KDE, second_moment)).sqrt()
     hidden = k_KDC.shape[-1]
+    # Keys of zero give a scale of 0 or 0/0, and 1 serves them as well as any.
     bias_GD = None if k_bias_KD is None else rows_GDE[..., hidden]
     return rows_GDE[..., :hidden], bias_GD, size_GD * torch.where(scale > 0, scale, 1.0)
 

@@ -44,7 +44,7 @@ def permuted_attention(attention: Attention, order: Sequence[int]) -> Attention:
 def permuted_heads(heads: Mapping[str, Tensor], order: Sequence[int], query_heads: int) -> dict[str, Tensor]:
     """Reorder the heads of merged tensors, by role. Fused tensors also hold queries, which move along."""
     if list(order) == sorted(order):
-        return dict(heads)
+        return dict(heads)  # indexing would copy every tensor
     queries = query_order(order, query_heads)
     return {role: tensor[queries if role.startswith("q") else list(order)] for role, tensor in heads.items()}
 

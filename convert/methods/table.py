@@ -116,6 +116,7 @@ _ROWS = (
         default_grouping="contiguous",
         refined_by_default=False,
     ),
+    # Records name it so; on the command line it is --method aligned --rescale.
     Method(
         name="aligned+rescale",
         function=".aligned:aligned_and_rescaled",

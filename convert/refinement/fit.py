@@ -15,11 +15,12 @@ from ...console import Advance
 _HELD_OUT = 16
 """One sequence in so many measures the error and is not fitted to."""
 _WARMUP_SHARE, _BETAS = 0.05, (0.9, 0.95)
+"""0.95 instead of AdamW's 0.999 for the second moment, because a fit has only hundreds of steps."""
 
 
 @dataclass(frozen=True)
 class RefineSettings:
-    """How each layer is fitted.
+    """Settings of the fit of each layer.
 
     Attributes:
         steps: AdamW steps per layer.
@@ -57,6 +58,7 @@ class LayerRegression:
     @property
     def fitted(self) -> int:
         """Number of sequences that are fitted to; the others measure the error."""
+        # Whole batches, and at least one: masks and positions are recorded for a full batch.
         return len(self.inputs_BTC) - max(len(self.inputs_BTC) // _HELD_OUT // self.batch, 1) * self.batch
 
     def error(self, which: slice | Tensor) -> Tensor:
@@ -87,6 +89,7 @@ def fit_projections(
     start = [parameter.detach().clone() for parameter in parameters]
     before = problem.held_out_error()
     groups = [{"params": [part], "lr": settings.learning_rate * size} for part, size in _sizes(parameters)]
+    # No weight decay: the fit starts at good weights, and zero is no better guess.
     optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, settings.steps))
     for which in _batches(problem, settings):
@@ -144,4 +147,4 @@ def gradients_only_for(trained: list[nn.Parameter], model: nn.Module) -> Iterato
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
-            parameter.grad = None
+            parameter.grad = None  # gives its memory back before the next layer

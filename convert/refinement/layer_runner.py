@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ..calibration.offload import weights_in_memory
+from ...libraries.accelerate_internals import weights_in_memory
 
 _PLACE = re.compile(r"(?P<stack>.+?)\.(?P<index>\d+)\.(?P<inner>.+)")
 """``model.layers.3.self_attn.q_proj``: the list of layers, the layer, a module in it."""
@@ -56,6 +56,7 @@ class DecoderLayer:
 
     def attended(self, states_BTC: Tensor) -> Tensor:
         """Run the layer as far as the output of its attention module."""
+        # An exception is the only way to leave a forward pass of any class early.
         handle = self.attention_module.register_forward_hook(_stop_with_output)
         try:
             self(states_BTC)

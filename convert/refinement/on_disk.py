@@ -62,11 +62,12 @@ def refine_folder(
     with tempfile.TemporaryDirectory(prefix="headfold-") as name:
         scratch = Path(name)
         identity = identity_of(original, text_BT, settings, conversion or {})
+        # The same method can give other bits with another version of a library, so its result is part of the identity.
         progress = RefinementFolder(work or scratch / "work", {**identity, "result of the method": converted.digest()})
         models: list[Any] = []
         for side, checkpoint in (("source", original), ("converted", converted)):
             (scratch / side).mkdir()
-            size = original.weight_bytes + converted.weight_bytes
+            size = original.weight_bytes + converted.weight_bytes  # both models are loaded at once
             model = load_or_offload(checkpoint.folder, size, scratch / side, trust_remote_code=trust_remote_code)
             models.append(model.eval())
         readers = reading_modules(layers)
@@ -146,5 +147,6 @@ def _overwrite(place: TensorInfo, tensor: Tensor) -> None:
     """Overwrite a tensor in its file with another of the same shape, in the dtype on disk."""
     stored = tensor.to(torch_dtype(place.dtype)).contiguous()
     with place.file.open("r+b") as stream:
+        # Shape and dtype are those of the file's header, which stays valid.
         stream.seek(place.begin)
         stream.write(stored.reshape(-1).view(torch.uint8).numpy().data)

@@ -60,12 +60,13 @@ def refine_layers(
     text_BT, batch = drop_incomplete_batch(text_BT, settings)
     originals, layers = (decoder_layers(model, names, text_BT[:batch]) for model in (source, converted))
     refiner = _LayerRefiner(work, settings, batch, torch.device(device), (*text_BT.shape, layers[0].hidden))
+    # No layer after the last one with attention is fitted, so none is run.
     last = max(index for index, layer in enumerate(layers) if layer.reader)
     if work.layer is None:
         work.start(*refiner.shape)
         first_inputs(source, originals[0], text_BT, batch, refiner.states("source", 0))
         first_inputs(converted, layers[0], text_BT, batch, refiner.states("converted", 0))
-        work.finish(-1)
+        work.finish(-1)  # the states before layer 0 are written
     elif work.fits:
         console.info(f"{len(work.fits)} of {len(names)} layers are refined already.")
     with (
@@ -136,6 +137,7 @@ class _LayerRefiner:
         """
         with float32_on(self.device, original) as (here, _):
             targets = self._run_source(index, here)
+        # One model's layer at a time is on the device: the source's is released before the converted one comes.
         found, tensors = None, dict[str, Tensor]()
         with float32_on(self.device, layer) as (here, stored):
             if targets is not None:

@@ -80,10 +80,10 @@ def refinement_steps(settings: ConvertSettings, model_type: ModelType, *, by_def
     """Decide on the steps per layer; 0 for no refinement.
 
     Args:
-        by_default: the method is refined where nobody says otherwise.
+        by_default: results of the method are refined where the settings do not say otherwise.
 
     Raises:
-        UnsupportedError: refinement was asked for, and the model is an encoder-decoder.
+        UnsupportedError: refinement was requested, and the model is an encoder-decoder.
     """
     if settings.refine and model_type.is_encoder_decoder:
         # It fits one layer after the other to one text, and cross-attention reads two.
@@ -101,19 +101,19 @@ def fit_settings(steps: int, seed: int, text: CalibrationText) -> RefineSettings
     return RefineSettings(steps, seed=seed, batch_tokens=min(RefineSettings.batch_tokens, text.ids_BT.numel() // 8))
 
 
-def settled(refinement: Refinement, model: SourceModel, *, asked_for: bool) -> Refinement | None:
+def settled(refinement: Refinement, model: SourceModel, *, requested: bool) -> Refinement | None:
     """Check that a refinement is possible, before anything is computed.
 
     Returns:
-        None, with a warning, where it is not and nobody asked for it.
+        None, with a warning, where it is not and it is only the default.
 
     Raises:
-        HeadfoldError: it was asked for and is not possible.
+        HeadfoldError: it was requested and is not possible.
     """
     try:
         refinement.require_possible(model)
     except (UnsupportedError, DataError) as problem:
-        if asked_for:
+        if requested:
             raise
         warn(f"The result will not be refined: {problem.message}")
         return None

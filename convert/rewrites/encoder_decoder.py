@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from ...checkpoint.modelling import OWN_TYPES, OwnType, own_config
+from ...checkpoint.modelling import OWN_TYPES, OwnModelType, own_config
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...errors import UnsupportedError
 from ...libraries.transformers_internals import generation_settings
@@ -52,7 +52,7 @@ class EncoderDecoderType:
     settings: Callable[[Checkpoint, Any], dict[str, Any]]
 
     @property
-    def type(self) -> OwnType:
+    def type(self) -> OwnModelType:
         return OWN_TYPES[self.own]
 
 

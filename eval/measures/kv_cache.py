@@ -1,9 +1,8 @@
-"""What grouped heads win: bytes of KV cache per token, read off the cache, and decoding speed, measured."""
+"""Measure what fewer KV heads save: bytes of KV cache per token, and decoding time."""
 
 from __future__ import annotations
 
 import inspect
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,22 +15,23 @@ from torch import Tensor
 from ...checkpoint.backbone import decoder_inputs, is_encoder_decoder
 from ...console import progress
 from ...errors import UnsupportedError
-from ..scoring.perplexity import evaluating
+from ..scoring.perplexity import evaluation_mode
 from .capacity import CacheSize, peak_bytes
 
-_SHORT, _LONG = 4, 12  # two lengths below any sliding window; their difference leaves out state of fixed size
+_SHORT, _LONG = 4, 12
+"""Two lengths below any sliding window. Their difference leaves out state of fixed size."""
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How decoding is timed: once for every pair of a context and a batch.
+    """Settings of the timing, which covers every pair of a context and a batch.
 
     Attributes:
-        contexts: prompt tokens; of an encoder-decoder those that it reads.
+        contexts: prompt tokens (for an encoder-decoder, tokens that its encoder reads).
         batches: sequences decoded side by side.
         new_tokens: tokens decoded after the first.
-        repeats: runs per model; models take turns, so that a slow moment of the machine hits all of them.
-            None at all measures nothing.
+        repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them. 0 measures
+            nothing.
     """
 
     contexts: tuple[int, ...] = (64, 256)
@@ -40,17 +40,17 @@ class DecodeSettings:
     repeats: int = 3
 
     def points(self) -> list[tuple[int, int]]:
-        """(context, batch), the most demanding one last."""
+        """List the pairs of context and batch, the most demanding one last."""
         grid = [(context, batch) for context in sorted(self.contexts) for batch in sorted(self.batches)]
         return grid if self.repeats else []
 
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """One model at one point of the grid; one entry of seconds per repeat.
+    """Timings of one model at one context and batch. Lists of seconds have one entry per repeat.
 
     Attributes:
-        peak_bytes: the model's weights and the most that prompt and decoding hold beside them.
+        peak_bytes: the model's weights, and the most that prompt and decoding hold beside them.
     """
 
     context: int
@@ -62,22 +62,17 @@ class DecodeTimes:
 
     @property
     def tokens_per_second(self) -> list[float]:
-        """New tokens of all sequences together per second, the first token (prefill) left out."""
+        """Divide the new tokens of all sequences by the seconds, without the first token (prefill)."""
         return [self.batch * self.new_tokens / seconds for seconds in self.decode_seconds]
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest of repeats."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure_cache(model: Any) -> CacheSize:
-    """Fill the cache twice and read sizes off its tensors; of an encoder-decoder, what a written token adds.
+    """Measure the KV cache from its tensors at two lengths; an encoder-decoder's by tokens that it writes.
 
     Raises:
-        UnsupportedError: the model keeps no cache of keys and values.
+        UnsupportedError: the model has no cache of keys and values.
     """
-    with evaluating(model):
+    with evaluation_mode(model):
         caches = []
         for length in (_SHORT, _LONG):
             inputs, ids_BT = _prompt(model, _some_ids(model, _SHORT if is_encoder_decoder(model) else length))
@@ -87,10 +82,10 @@ def measure_cache(model: Any) -> CacheSize:
 
 
 def measure_cross_cache(model: Any) -> CacheSize | None:
-    """What a token that is read adds to the cache of an encoder-decoder, by layer of the decoder; None of others."""
+    """Measure the cache of an encoder-decoder by tokens that it reads (None for other models)."""
     if not is_encoder_decoder(model):
         return None
-    with evaluating(model):
+    with evaluation_mode(model):
         caches = []
         for length in (_SHORT, _LONG):
             inputs, start_B1 = _prompt(model, _some_ids(model, length))
@@ -99,7 +94,7 @@ def measure_cross_cache(model: Any) -> CacheSize | None:
 
 
 def _growth(short: Sequence[Any], long: Sequence[Any]) -> CacheSize:
-    """Sizes by layer from caches of two lengths."""
+    """Compute sizes by layer from caches of two lengths."""
     grown = [
         (_layer_bytes(after) - _layer_bytes(before)) / (_LONG - _SHORT)
         for before, after in zip(short, long, strict=True)
@@ -108,10 +103,10 @@ def _growth(short: Sequence[Any], long: Sequence[Any]) -> CacheSize:
 
 
 def cache_formula(config: Any, element_bytes: int) -> float | None:
-    """Bytes of KV cache per token by the config: 2 · layers · KV heads · head dim · bytes of an element.
+    """Compute KV-cache bytes per token from the config: 2 · layers · KV heads · head dim · bytes of an element.
 
-    Layers and heads are the decoder's where there is an encoder, too. None where the config does not describe one plain
-    cache for all layers.
+    Layers and heads of an encoder-decoder are its decoder's. None where the config does not describe one plain cache
+    for all layers.
     """
     text = config.get_text_config()
     try:
@@ -140,11 +135,11 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _cache_layers(cache: Any) -> list[Any]:
-    """The layers of the cache with keys and values (batch, heads, tokens, D)."""
+    """List the layers of the cache with keys and values, each of shape (B, K, T, D)."""
     found = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
     if not found:
         raise UnsupportedError(
-            "The model keeps no KV cache that could be measured.", "Only models with one can be compared."
+            "The model has no KV cache that could be measured.", "Only models with one can be compared."
         )
     return found
 
@@ -156,9 +151,9 @@ def _some_ids(model: Any, length: int, batch: int = 1) -> Tensor:
 
 
 def _prompt(model: Any, ids_BT: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """What stays the same while a text goes on from these tokens, and the ids that it begins with.
+    """Prepare a prompt: the inputs of every later step, and the ids that the first step reads.
 
-    An encoder-decoder has read the tokens, and begins with what its decoder starts with.
+    An encoder-decoder reads the prompt with its encoder once, and its decoder begins with its start token.
     """
     if not is_encoder_decoder(model):
         return {}, ids_BT
@@ -167,13 +162,15 @@ def _prompt(model: Any, ids_BT: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """Logits of the last position (B, V) and the cache; transformers 5.24 renamed past_key_values to cache.
+    """Run one step and return the logits of the last position (B, V) and the cache.
 
     Args:
-        inputs: of :func:`_prompt`.
+        inputs: from :func:`_prompt`.
     """
+    # transformers 5.24 renamed past_key_values to cache, and remote code may still have the old name
     parameters = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
+    # logits of a whole prompt would need far more memory than generation does
     last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     ids = "decoder_input_ids" if "encoder_outputs" in inputs else "input_ids"
     outputs = model(**{ids: ids_BT, name: cache}, **inputs, use_cache=True, **last_only)
@@ -181,9 +178,9 @@ def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> 
 
 
 def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[list[DecodeTimes]]:
-    """Time greedy decoding with a KV cache; for each model a list by point of the grid.
+    """Time greedy decoding with a KV cache at every context and batch, and return one list per model.
 
-    The models take turns within each repeat, after one run each that is not timed but watched for its memory.
+    Each model first runs once untimed, which warms it up and measures its memory. Then the models take turns.
     """
     results: list[list[DecodeTimes]] = [[] for _ in models]
     points = settings.points()
@@ -203,16 +200,16 @@ def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[li
 
 
 def _weight_bytes(model: Any) -> int:
-    """Parameters and buffers in memory; tied ones count once."""
+    """Count parameters and buffers in memory. Tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
 
 
 def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and seconds of the ``new_tokens`` after it."""
+    """Decode once and return the seconds to the first token, and the seconds of the ``new_tokens`` after it."""
     prompt_BT = _some_ids(model, context, batch)
     clock = _clock(model.device)
-    with evaluating(model):
+    with evaluation_mode(model):
         began = next(clock)
         inputs, ids_BT = _prompt(model, prompt_BT)
         logits_BV, cache = _forward(model, ids_BT, None, inputs)
@@ -225,8 +222,9 @@ def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple
 
 
 def _clock(device: torch.device) -> Iterator[float]:
-    """Seconds, taken after the device has finished what it was given."""
+    """Read the time, again and again."""
     while True:
+        # kernels run on after their call returns; the device must have finished before the time counts
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         yield time.perf_counter()

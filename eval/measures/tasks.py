@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness (the extra ``harness``): the same settings for every model, paired by question."""
+"""Run tasks of lm-evaluation-harness (the extra ``harness``), every model with the same settings and questions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...errors import DataError, UsageError, first_line
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Which tasks, and how they are asked.
+    """Settings of the tasks.
 
     Attributes:
-        tasks: names that lm-eval knows, or YAML files and folders of one's own.
-        shots: examples before each question; None for the task's own number.
+        tasks: names that lm-eval knows, or YAML files and folders of the user.
+        shots: examples before each question (None for the task's own number).
         limit: questions per task, None for all.
-        batch_size: questions of one forward pass.
+        batch_size: questions in one forward pass.
     """
 
     tasks: tuple[str, ...] = ()
@@ -34,12 +34,11 @@ class TaskSettings:
 
 
 @dataclass(frozen=True)
-class Answered:
+class TaskAnswers:
     """One measure of one task for one model.
 
     Attributes:
-        higher_is_better: which direction is good.
-        values: one per question, in the task's order; what the measure is the mean of.
+        values: one per question, in the task's order. The measure is their mean.
     """
 
     task: str
@@ -49,7 +48,7 @@ class Answered:
 
 
 def require_harness() -> None:
-    """Raises UsageError where lm-eval is not installed."""
+    """Raise UsageError where lm-eval is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as problem:
@@ -59,7 +58,7 @@ def require_harness() -> None:
 
 
 def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:
-    """lm-eval's task manager and the names of the tasks, local ones found by their files.
+    """Find the tasks, local ones by their files, and return lm-eval's task manager and the names.
 
     Raises:
         UsageError: lm-eval is not installed, or does not know a task.
@@ -68,14 +67,15 @@ def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:
     from lm_eval.tasks import TaskManager
 
     folders = sorted({str(_folder(name)) for name in settings.tasks if _is_local(name)})
+    # lm-eval's own task files are thousands, and reading them takes many seconds
     local_only = all(map(_is_local, settings.tasks))
-    manager = TaskManager(include_path=folders or None, include_defaults=not local_only)  # reading thousands takes time
+    manager = TaskManager(include_path=folders or None, include_defaults=not local_only)
     names = [name for given in settings.tasks for name in (_names_in(given) if _is_local(given) else [given])]
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise UsageError(
-            f"lm-eval knows no task {unknown[0]!r}.",
-            "`lm-eval ls tasks` lists its own; write ./my_task.yaml for a file.",
+            f"lm-eval has no task named {unknown[0]!r}.",
+            "List its tasks with `lm-eval ls tasks`; write ./my_task.yaml for a file.",
         )
     return manager, names
 
@@ -94,14 +94,14 @@ def _folder(name: str) -> Path:
 
 
 def _names_in(given: str) -> list[str]:
-    """Names of the tasks that a YAML file, or the YAML files of a folder, define."""
+    """Read the names of the tasks that a YAML file, or the YAML files of a folder, define."""
     import yaml
 
     path = Path(given).expanduser()
     files = sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")]) if path.is_dir() else [path]
     names = []
     for file in files:
-        # tags such as !function are lm-eval's affair
+        # only these lines are parsed, since the rest may hold tags such as !function, which only lm-eval can read
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith(("task:", "group:"))]
         found = [value for line in lines for value in yaml.safe_load(line).values()]
         names += [value for value in found if isinstance(value, str)]
@@ -110,26 +110,26 @@ def _names_in(given: str) -> list[str]:
     return names
 
 
-def answer_tasks(model: Any, tokenizer: Any, settings: TaskSettings, found: tuple[Any, list[str]]) -> list[Answered]:
+def answer_tasks(model: Any, tokenizer: Any, settings: TaskSettings, found: tuple[Any, list[str]]) -> list[TaskAnswers]:
     """Run the tasks on one model.
 
     Args:
-        found: what :func:`find_tasks` gave, the same for every model.
+        found: from :func:`find_tasks`, the same for every model.
 
     Raises:
-        DataError: a task's data cannot be had, or it has no question.
+        DataError: a task's data cannot be loaded, or a task has no question.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     manager, names = found
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    asked: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size, backend="causal")
+    wrapped: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size, backend="causal")
     try:
         with _without_bars():
             results: Any = simple_evaluate(
-                model=asked, tasks=list(names), num_fewshot=settings.shots, limit=settings.limit, task_manager=manager,
-                log_samples=True, bootstrap_iters=0,
+                model=wrapped, tasks=list(names), num_fewshot=settings.shots, limit=settings.limit,
+                task_manager=manager, log_samples=True, bootstrap_iters=0,
             )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as problem:  # data sets raise many kinds
         raise DataError(
@@ -141,7 +141,7 @@ def answer_tasks(model: Any, tokenizer: Any, settings: TaskSettings, found: tupl
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """lm-eval draws its bars into any stderr; here they show on a terminal only."""
+    """Hide lm-eval's progress bars unless stderr is a terminal, so that logs stay readable."""
     if talk.is_terminal:
         yield
         return
@@ -149,10 +149,11 @@ def _without_bars() -> Iterator[None]:
         yield
 
 
-def _rows(task: str, samples: Sequence[dict[str, Any]], results: Any) -> list[Answered]:
-    """The measures of a task that are plain means over its questions, those of each of its filters by themselves.
+def _rows(task: str, samples: Sequence[dict[str, Any]], results: Any) -> list[TaskAnswers]:
+    """Collect the measures of a task that are plain means over its questions, for each of its filters.
 
-    What is no such mean by lm-eval's own total (a perplexity, a score of the whole text) cannot be paired by question.
+    A measure whose mean differs from lm-eval's own total (a perplexity, a score of the whole text) is left out, since
+    it cannot be paired by question.
     """
     if not samples:
         raise DataError(f"The task {task} has no question.", "Check its data files.")
@@ -161,28 +162,28 @@ def _rows(task: str, samples: Sequence[dict[str, Any]], results: Any) -> list[An
         by_filter.setdefault(str(sample.get("filter", "none")), []).append(sample)
     better, totals = results["higher_is_better"].get(task, {}), results["results"][task]
     rows, left_out = [], []
-    for name, asked in by_filter.items():
-        for measure in asked[0]["metrics"]:
-            values, shown = _numbers(asked, measure), measure if len(by_filter) == 1 else f"{measure} ({name})"
+    for name, answered in by_filter.items():
+        for measure in answered[0]["metrics"]:
+            values, shown = _numbers(answered, measure), measure if len(by_filter) == 1 else f"{measure} ({name})"
             total = totals.get(f"{measure},{name}")
             if values and isinstance(total, (int, float)) and math.isclose(sum(values) / len(values), total):
-                rows.append(Answered(task, shown, bool(better.get(measure, True)), values))
+                rows.append(TaskAnswers(task, shown, bool(better.get(measure, True)), values))
             else:
                 left_out.append(shown)
     if left_out:
-        warn(f"{task}: {', '.join(left_out)} is no mean over questions and is left out.")
+        warn(f"{task}: {', '.join(left_out)} is not a mean over questions, so it is left out.")
     return rows
 
 
 def _numbers(samples: Sequence[dict[str, Any]], measure: str) -> list[float]:
-    """The measure of every question; nothing where it is no finite number everywhere."""
+    """List the measure of every question (empty where it is not a finite number for all of them)."""
     values = [sample.get(measure) for sample in samples]
     plain = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
     return plain if len(plain) == len(values) else []
 
 
 def task_identity(settings: TaskSettings) -> dict[str, Any]:
-    """What the answers depend on: the settings, lm-eval's version, and the files beside local tasks."""
+    """Collect all that the answers depend on: the settings, lm-eval's version, and the files beside local tasks."""
     if not settings.tasks:
         return {}
     folders = {_folder(name) for name in settings.tasks if _is_local(name)}

@@ -1,4 +1,4 @@
-"""Plots as inline SVG whose colours and fonts are the page's own, so that both themes suit them."""
+"""Draw plots as inline SVG with the page's own colours and fonts, so that they suit both of its themes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..results import ModelResult
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Result = dict[str, Any]
-
-# Stand-ins that matplotlib draws with; the page's style sheet gives each variable a value per theme.
+# matplotlib draws with these stand-in colours; svg_of replaces them by variables of the page's style sheet.
 _VARIABLES = {
     "#010101": "--ink",
     "#020202": "--muted",
@@ -33,10 +33,10 @@ _ON_WHITE = {
     "#060606": "#0a63b0",
     "#070707": "#7a3fa0",
 }
-"""The same in a picture, which has no style sheet."""
+"""Colours of a picture, which has no style sheet."""
 INK, MUTED, LINE = "#010101", "#020202", "#030303"
 SERIES = ("#050505", "#060606", "#070707", "#040404")
-"""Colours for curves that stand for no model."""
+"""Colours of curves that do not belong to a model."""
 _ROLE = {"source": "#040404", "converted": "#050505", "uptrained": "#060606", "other": "#070707"}
 _MARKERS = {"source": "s", "converted": "o", "uptrained": "D", "other": "^"}
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
@@ -49,22 +49,22 @@ class Plot:
     """A drawing for the page.
 
     Attributes:
-        svg: the element, without any outside reference.
-        spoken: what it shows, in words, for those who do not see it.
+        svg: the element, which loads nothing.
+        alt_text: describes the drawing in words, for people who cannot see it.
     """
 
     title: str
     caption: str
     svg: str
-    spoken: str
+    alt_text: str
 
 
-def styles(models: Sequence[Result]) -> list[Result]:
-    """Colour and marker of each model by its role; models of one role differ by their dashes."""
+def styles(models: Sequence[ModelResult]) -> list[dict[str, Any]]:
+    """Choose colour and marker of each model by its role. Models of one role differ by their dashes."""
     seen: dict[str, int] = {}
     found = []
     for model in models:
-        role = model["role"]
+        role = model.role
         dash = _DASHES[seen.get(role, 0) % len(_DASHES)]
         seen[role] = seen.get(role, 0) + 1
         found.append(
@@ -74,7 +74,7 @@ def styles(models: Sequence[Result]) -> list[Result]:
 
 
 def name_axes(figure: Figure, axes: Axes, across: str, up: str) -> None:
-    """Labels, grid, and the names of the curves above the plot, where no curve runs through them."""
+    """Add labels and a grid, and name the curves above the plot, where no curve runs through the names."""
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(color=LINE)
@@ -84,6 +84,7 @@ def name_axes(figure: Figure, axes: Axes, across: str, up: str) -> None:
 
 
 def new_figure(height_inches: float) -> tuple[Figure, Axes]:
+    """Make an empty plot, as wide as a column of the page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
@@ -101,14 +102,14 @@ def new_figure(height_inches: float) -> tuple[Figure, Axes]:
 
 
 def _steps(span: float) -> tuple[int, ...]:
-    """Ticks of a decade: the wider the axis, the fewer, so that their labels do not run into each other."""
+    """Choose the ticks of a decade: the wider the axis, the fewer, so that their labels do not overlap."""
     if span > 1000:
         return (1,)
     return (1, 3) if span > 30 else (1, 2, 5)
 
 
 def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Logarithmic where the models lie far apart, with plain numbers on the ticks."""
+    """Make an axis logarithmic where the models lie far apart, with plain numbers on the ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -128,21 +129,14 @@ def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
 
 
 def label_of(name: str, longest: int = 34) -> str:
-    """A name as matplotlib shows it: cut at the front, dollars no formula, an underscore no reason to hide it."""
+    """Prepare a name for matplotlib: cut a long one at the front, and escape what matplotlib would interpret."""
     cut = name if len(name) <= longest else "…" + name[1 - longest :]
+    # matplotlib hides labels with a leading underscore, and reads text between dollars as a formula
     return ("\u200b" if cut.startswith("_") else "") + cut.replace("$", r"\$")
 
 
-def count(tokens: float) -> str:
-    """1500 → '1.5 k', for ticks and descriptions."""
-    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if tokens >= limit:
-            return f"{tokens / limit:.3g} {unit}"
-    return f"{tokens:.0f}"
-
-
 def plain_ticks(axes: Axes, which: str, places: Sequence[float], show: Callable[[float], str]) -> None:
-    """Ticks at these places and nowhere else, on a logarithmic axis to base 2."""
+    """Put ticks at these places and nowhere else, on a logarithmic axis to base 2."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
     (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=2)
@@ -153,7 +147,7 @@ def plain_ticks(axes: Axes, which: str, places: Sequence[float], show: Callable[
 
 
 def svg_of(figure: Figure, name: str) -> str:
-    """The figure as an SVG element for the body of a page: no outside reference, ids of its own."""
+    """Turn the figure into an SVG element for the body of a page, which loads nothing and has ids of its own."""
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
@@ -166,6 +160,7 @@ def svg_of(figure: Figure, name: str) -> str:
     text = re.sub(r'(<svg\b[^>]*?)\swidth="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg\b[^>]*?)\sheight="[^"]*"', r"\1", text)
     text = text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1).replace("xlink:href", "href")
+    # several plots stand in one page, where equal ids would mix up their clip paths and markers
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'href="#', f'href="#{name}-', text)
     text = re.sub(r"url\(#", f"url(#{name}-", text)
@@ -176,7 +171,7 @@ def svg_of(figure: Figure, name: str) -> str:
 
 
 def png_of(figure: Figure) -> bytes:
-    """The figure as a picture for slides and documents, in the light colours of the page."""
+    """Turn the figure into a picture for slides and documents, in the light colours of the page."""
     from matplotlib.colors import to_hex
 
     figure.patch.set(alpha=1, facecolor="white")

@@ -1,4 +1,4 @@
-"""Pages from the templates beside this file: one file each, with its style and plots inside; they load nothing."""
+"""Fill the templates beside this file: each page is one file with its style and plots inside, and loads nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template; text is escaped, a plot's SVG is not."""
+    """Fill a template. Text is escaped, since names of models and documents may hold markup. A plot's SVG is not."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -1,14 +1,15 @@
-"""The trade-off of a sweep: perplexity against KV-cache bytes, as a table, one self-contained page and a picture."""
+"""Show the trade-off of a sweep, perplexity against KV-cache bytes: a table, one self-contained page and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...working_folder import changes, describe, read_json, write_json
+from ..results import SweepResults
+from ..results import SweepRow as SweepRow
 from .figure import (
     DASHED,
     MUTED,
@@ -31,31 +32,8 @@ RESULTS_NAME, PAGE_NAME, PICTURE_NAME = "sweep.json", "sweep.html", "sweep.png"
 _MARKERS = "osD^vP*X"
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """One conversion, measured without uptraining.
-
-    Attributes:
-        method: how it was converted, or ``source``.
-        perplexity, low, high: with its 95 % interval over documents; None where there is one document only.
-        seconds: of the conversion, calibration left out.
-    """
-
-    method: str
-    groups: int
-    cache_bytes_per_token: float
-    perplexity: float
-    low: float | None
-    high: float | None
-    seconds: float
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.method, self.groups
-
-
 def table_rows(rows: Sequence[SweepRow]) -> list[list[str]]:
-    """Cells of the table, best first within each number of groups; the source, whose row must be there, on top."""
+    """Build the table's cells: the source first, whose row must be there, then by groups, the best first."""
     source = next(row for row in rows if row.method == "source")
     cells = []
     for row in sorted(rows, key=lambda row: (-row.groups, row.method != "source", row.perplexity)):
@@ -82,28 +60,28 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
     """Write ``sweep.json``, ``sweep.html`` and ``sweep.png`` into an existing folder.
 
     Args:
-        details: how it was measured, a few named values for the page and the JSON.
+        details: how the rows were measured, as a few named values.
     """
-    content = {"details": details, "rows": [asdict(row) for row in rows]}
-    write_json(folder / RESULTS_NAME, content, indent=1)
+    content = SweepResults(details=details, rows=list(rows))
+    write_json(folder / RESULTS_NAME, content.model_dump(mode="json"), indent=1)
     page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))
     (folder / PAGE_NAME).write_text(page, encoding="utf-8")
     (folder / PICTURE_NAME).write_bytes(png_of(_tradeoff_figure(rows)))
 
 
 def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
-    """Perplexity against KV-cache bytes for a page."""
-    spoken = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
+    """Draw perplexity against KV-cache bytes for a page."""
+    alt_text = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
     return Plot(
         "What each number of KV heads costs",
         "Before any uptraining; down and to the left is better. Dashed: the source.",
         svg_of(_tradeoff_figure(rows), "tradeoff"),
-        f"Perplexity against KV-cache bytes per token. {spoken}.",
+        f"Perplexity against KV-cache bytes per token. {alt_text}.",
     )
 
 
 def _tradeoff_figure(rows: Sequence[SweepRow]) -> Figure:
-    """A curve per method, both axes logarithmic."""
+    """Draw a curve per method, both axes logarithmic."""
     figure, axes = new_figure(4.4)
     source = next(row for row in rows if row.method == "source")
     values = [row.perplexity for row in rows]
@@ -121,29 +99,34 @@ def _tradeoff_figure(rows: Sequence[SweepRow]) -> Figure:
     return figure
 
 
-def read_sweep(folder: Path) -> dict[str, Any]:
-    """``details`` and ``rows`` of a sweep, as written by :func:`write_tradeoff`."""
-    return read_json(folder / RESULTS_NAME)
+def read_sweep(folder: Path) -> SweepResults:
+    """Read what :func:`write_tradeoff` wrote.
+
+    Raises:
+        UsageError: the file does not hold the results of a sweep.
+    """
+    file = folder / RESULTS_NAME
+    try:
+        return SweepResults.model_validate(read_json(file))
+    except (OSError, ValueError) as problem:
+        raise UsageError(
+            f"{file} does not hold the results of a sweep.", "Choose another folder with -o, or remove this one."
+        ) from problem
 
 
 def read_rows(folder: Path, details: dict[str, Any]) -> list[SweepRow]:
-    """Rows of an earlier sweep in this folder, to go on with; empty where there is none.
+    """Read the rows of an earlier sweep in this folder, to continue it (empty where there is none).
 
     Raises:
-        UsageError: the folder holds a sweep that was measured otherwise, or something that is no sweep.
+        UsageError: the folder holds a sweep that was measured with other settings, or a file that is not a sweep.
     """
-    file = folder / RESULTS_NAME
-    if not file.exists():
+    if not (folder / RESULTS_NAME).exists():
         return []
-    try:
-        content = read_json(file)
-        found, rows = content["details"], [SweepRow(**row) for row in content["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UsageError(f"{file} is no sweep.", "Choose another folder with -o, or remove this one.") from problem
-    changed = changes(found, details)
+    earlier = read_sweep(folder)
+    changed = changes(earlier.details, details)
     if changed:
         raise UsageError(
-            f"{folder} holds a sweep that was measured otherwise: {describe(changed)}.",
+            f"{folder} holds a sweep that was measured with other settings: {describe(changed)}.",
             "Choose another folder with -o, or remove this one.",
         )
-    return rows
+    return earlier.rows

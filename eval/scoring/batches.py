@@ -1,4 +1,4 @@
-"""Windows in batches: padded, and where each scored token's logits stand.
+"""Pad windows into batches, and mark the position of each scored token's logits.
 
 Letters of shapes: B windows in a batch, T tokens in a window, N scored tokens.
 """
@@ -23,9 +23,9 @@ class WindowBatch:
     """Windows of near-equal length, padded on the right.
 
     Attributes:
-        ids_BT: token ids; padding repeats id 0, which no scored token can see.
+        ids_BT: token ids. Padding is id 0 on the right, where no scored token can see it.
         mask_BT: 1 on real tokens, or None when nothing is padded.
-        rows_N, columns_N: where the logits of each scored token stand, one place before the token itself.
+        rows_N, columns_N: position of the logits of each scored token, one before the token itself.
         targets_N: the scored token ids.
         places_N: index of each scored token among all scored tokens of the text.
     """
@@ -39,11 +39,11 @@ class WindowBatch:
 
     @property
     def highest(self) -> int:
-        """The largest token id."""
+        """Find the largest token id."""
         return int(self.ids_BT.max())
 
     def inputs(self, model: Any) -> dict[str, Tensor]:
-        """What the model is called with."""
+        """Build the arguments that the model is called with."""
         return {"input_ids": self.ids_BT, **({} if self.mask_BT is None else {"attention_mask": self.mask_BT})}
 
 
@@ -53,7 +53,7 @@ AnyBatch = WindowBatch | TargetBatch
 def group_windows(
     documents: Sequence[ScoredDocument], window: int, stride: int | None, batch_size: int
 ) -> list[list[Window]]:
-    """The windows of each batch; the same for any number of processes.
+    """Group windows of near-equal length into batches, which are the same for any number of processes.
 
     Raises:
         UsageError: window, stride or batch size out of range.
@@ -64,13 +64,13 @@ def group_windows(
     if not documents:
         raise DataError("There is no document to score.", "Give text with at least two tokens.")
     windows = make_windows(documents, window, stride)
-    # Longest first: little padding, and a batch that does not fit in memory fails at once instead of late.
+    # Longest first: little padding, and a batch that does not fit into memory fails at once instead of late.
     windows.sort(key=lambda made: made.start - made.stop)
     return [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
 
 
 def collate(windows: Sequence[Window], documents: Sequence[ScoredDocument]) -> AnyBatch:
-    """One batch of these windows, which are all of a kind."""
+    """Make one batch of these windows, which are either all text or all targets."""
     offsets = offsets_of(documents)
     pairs = [made for made in windows if isinstance(made, TargetWindow)]
     if pairs:
@@ -105,12 +105,12 @@ def _collate_text(
 
 
 def offsets_of(documents: Sequence[ScoredDocument]) -> np.ndarray[Any, Any]:
-    """Index of each document's first scored token among all."""
+    """Find the index of each document's first scored token among all."""
     return np.cumsum([0, *(document.scored for document in documents)])
 
 
 def places_of(made: Window, offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Indices of a window's scored tokens among all."""
+    """List the indices of a window's scored tokens among all."""
     return np.arange(made.first_scored, made.stop) - 1 + int(offsets[made.document])
 
 

@@ -1,4 +1,4 @@
-"""Where and how a model may be run: device, dtype, and the longest window it was made for."""
+"""Choose the device, the dtype and the window to run models with, within the limits of model and machine."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from .score_loop import DEFAULT_WINDOW
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-_UNLIMITED = 10**9  # tokenizers say 10**30 where they mean no limit
+_UNLIMITED = 10**9
+"""Limits from here on mean none: tokenizers without a limit state 10**30."""
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?)$")
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` takes the accelerator of this machine, else the CPU.
+    """Find the device. ``auto`` takes the accelerator of this machine, else the CPU.
 
     Raises:
-        UsageError: no such device here.
+        UsageError: this machine has no such device.
     """
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device)  # naming a device that is not there fails only when it is used
     except (RuntimeError, AssertionError) as problem:
         raise UsageError(f"There is no device {name!r} here.", "Try --device auto or --device cpu.") from problem
     return device
 
 
 def choose_dtype(name: str, source_config: Any, device: torch.device) -> torch.dtype:
-    """``auto`` is the dtype of the source's weights for all models; on a CPU, where half precision is slow, float32.
+    """Choose one dtype for all models.
+
+    Args:
+        name: ``auto`` takes the dtype of the source's weights, but float32 on a CPU, where half precision is slow.
 
     Raises:
-        UsageError: not a dtype that models are measured in.
+        UsageError: an unknown dtype.
     """
     if name == "auto":
         stored = getattr(source_config, "dtype", None)
@@ -49,7 +53,10 @@ def choose_dtype(name: str, source_config: Any, device: torch.device) -> torch.d
 
 
 def position_limit(config: Any, tokenizer: Any) -> int | None:
-    """Tokens that the model was made for, None where nothing says so."""
+    """Find the number of tokens that the model was made for, None where neither config nor tokenizer says.
+
+    Families name this setting differently, so the smallest of the limits stated is taken.
+    """
     text_config = config.get_text_config()
     limits = [getattr(text_config, name, None) for name in _LIMITS]
     limits.append(getattr(tokenizer, "model_max_length", None))
@@ -57,31 +64,32 @@ def position_limit(config: Any, tokenizer: Any) -> int | None:
     return min(stated, default=None)
 
 
-def choose_window(asked: int | None, limit: int | None, learned_positions: bool) -> int:
-    """The window for all models: what was asked for, by default 512, and never more than the model was made for.
+def choose_window(wanted: int | None, limit: int | None, learned_positions: bool) -> int:
+    """Choose the window for all models: 512 by default, and never more than the models were made for.
 
     Args:
+        wanted: the user's window, None for the default.
         limit: the smallest position limit of the models compared.
         learned_positions: the models look positions up in a table of ``limit`` rows.
 
     Raises:
-        UsageError: a window was asked for that runs beyond such a table.
+        UsageError: the wanted window runs beyond such a table.
     """
-    if asked is None:
+    if wanted is None:
         return min(DEFAULT_WINDOW, limit or DEFAULT_WINDOW)
-    if limit is None or asked <= limit:
-        return asked
+    if limit is None or wanted <= limit:
+        return wanted
     if learned_positions:
         raise UsageError(
-            f"The window of {asked} tokens is longer than the {limit} positions that the model has.",
+            f"The window of {wanted} tokens is longer than the {limit} positions that the model has.",
             f"Try --window {limit} or less.",
         )
-    warn(f"The window of {asked} tokens is longer than the {limit} the model was made for; {limit} is used.")
+    warn(f"The window of {wanted} tokens is longer than the {limit} the model was made for; {limit} is used.")
     return limit
 
 
 def has_learned_positions(model: torch.nn.Module) -> bool:
-    """The model looks positions up in a table, so it cannot run beyond the table's end."""
+    """Tell whether the model looks positions up in a table, so that it cannot run beyond the table's end."""
     return any(
         isinstance(module, torch.nn.Embedding) and _LEARNED_POSITIONS.search(name) is not None
         for name, module in model.named_modules()
@@ -89,7 +97,7 @@ def has_learned_positions(model: torch.nn.Module) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """What the numbers were measured on, e.g. ``NVIDIA H200`` or ``cpu (x86_64, 2 threads)``."""
+    """Name the hardware for the report, such as ``NVIDIA H200`` or ``cpu (x86_64, 2 threads)``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"

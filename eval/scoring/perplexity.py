@@ -1,6 +1,6 @@
-"""Score token documents with a causal language model: nats per token, perplexity, bits per byte.
+"""Score token documents with a language model: nats per token, perplexity, bits per byte.
 
-Letters of shapes: B windows in a batch, T tokens in a window, C hidden size, N scored tokens, V vocabulary.
+Letters of shapes: N scored tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .batches import AnyBatch, split_by_document
-from .logits import Features
-from .score_loop import DEFAULT_BATCH, DEFAULT_WINDOW, Reading
+from .logits import SlicedLogits
+from .score_loop import DEFAULT_BATCH, DEFAULT_WINDOW, ScoreLoop
 from .windows import ScoredDocument
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def exponential(nats: float) -> float:
-    """exp, infinite where it is beyond any float: a broken model may be that far off."""
+    """Compute exp (infinity where it is beyond any float, since the nats of a broken model may be that many)."""
     try:
         return math.exp(nats)
     except OverflowError:
@@ -48,29 +48,32 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats per token, weighted by tokens, never a mean of means."""
+        """Compute exp of the mean nats over all tokens."""
+        # a mean of the documents' means would weigh short ones too much
         return exponential(self.nll_nats / self.tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers; infinite for text of zero bytes."""
+        """Compute bits per byte, which is comparable across tokenizers (infinite for text of zero bytes)."""
         return self.nll_nats / math.log(2) / self.utf8_bytes if self.utf8_bytes else math.inf
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One value per scored token: ``nll_N[d][i]`` belongs to token ``i + 1`` of document ``d``, in nats."""
+    """One value per scored token in nats: ``nll_N[d][i]`` belongs to token ``i + 1`` of document ``d``."""
 
     documents: Sequence[ScoredDocument]
     nll_N: Sequence[np.ndarray[Any, np.dtype[np.float32]]]
 
     def per_document(self) -> list[Perplexity]:
+        """Sum the scores of each document."""
         return [
             Perplexity(float(nll.sum(dtype=np.float64)), len(nll), document.utf8_bytes)
             for document, nll in zip(self.documents, self.nll_N, strict=True)
         ]
 
     def total(self) -> Perplexity:
+        """Sum the scores of all documents."""
         parts = self.per_document()
         return Perplexity(
             math.fsum(part.nll_nats for part in parts),
@@ -89,37 +92,37 @@ def score(
     vocab: int | None = None,
     accelerator: Accelerator | None = None,
 ) -> Scores:
-    """Negative log-likelihood of every token but each document's first.
+    """Compute the negative log-likelihood of every token but each document's first.
 
-    Log-softmax is taken in float32 over slices of positions, so the logits of a large vocabulary never stand in
-    memory at once. The result does not depend on the order of the windows or on the number of processes.
+    Log-softmax is taken in float32 over slices of positions, so the logits of a large vocabulary never exist all
+    at once. The result does not depend on the order of the windows or on the number of processes.
 
     Args:
-        model: a causal language model, in train or eval mode; its mode is restored.
+        model: a language model in train or eval mode, which is restored.
         window, stride: see :func:`headfold.eval.scoring.windows.make_windows`.
         batch_size: windows in one forward pass.
-        vocab: score over the first ``vocab`` ids only; default all that the model has.
-        accelerator: given, its processes share the windows and each gets the whole result.
+        vocab: score over the first ``vocab`` ids only (default all).
+        accelerator: its processes share the windows and each gets the whole result (None for a single process).
 
     Raises:
         UsageError: window, stride or batch size out of range.
         DataError: no documents, or token ids that the model does not have.
     """
-    reading = Reading(window, stride, batch_size, accelerator)
-    with evaluating(model):
-        features = Features(model)
+    loop = ScoreLoop(window, stride, batch_size, accelerator)
+    with evaluation_mode(model):
+        sliced = SlicedLogits(model)
 
         def nats(batch: AnyBatch) -> Tensor:
-            slices = features.slices(batch, vocab)
+            slices = sliced.slices(batch, vocab)
             return torch.cat([nll_nats(logits_NV, targets_N) for logits_NV, targets_N in slices])[None]
 
-        values_1N = reading.values("perplexity", 1, documents, nats)
+        values_1N = loop.values("perplexity", 1, documents, nats)
     return Scores(documents, split_by_document(values_1N[0].numpy(), documents))
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; each module gets its own mode back afterwards."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch to eval mode without gradients. Each module gets its own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -131,5 +134,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def nll_nats(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Nats of each target under float32 logits."""
+    """Compute the nats of each target under float32 logits."""
     return torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")

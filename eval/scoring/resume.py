@@ -1,7 +1,7 @@
-"""What a comparison has measured so far, kept beside its output so that a run that was stopped goes on.
+"""Save the measurements of a comparison beside its output, so that a run that was stopped can continue.
 
-``OUT.partial`` holds one file per finished measurement and one per process with the scores so far. It is removed once
-the report stands. Where one process of several measures something, the others get it from that one.
+``OUT.partial`` holds one file per finished measurement, and one per process with the scores so far. It is removed once
+the report is written. What the first process alone measures is sent to the others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 Scored = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
-class Kept:
+class SavedMeasurements:
     """Measurements of one comparison, on all its processes.
 
     Args:
         out: the comparison's output folder.
-        identity: all that the numbers depend on; what was measured under another identity is thrown away.
+        identity: all that the numbers depend on. Measurements saved under another identity are deleted.
         accelerator: of the processes that share the work, None for a single one.
 
     Raises:
-        UsageError: the folder's place is taken by something else.
+        UsageError: a file or folder that is not ours has the folder's name.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], accelerator: Accelerator | None = None) -> None:
@@ -49,28 +49,23 @@ class Kept:
         if self._work.is_foreign:
             raise UsageError(f"{self._folder} is in the way.", "Remove it, or choose another output folder.")
         if self._work.matches():
-            info(f"Going on with what {self._folder} holds.")
+            info(f"Continuing with the measurements in {self._folder}.")
             return
         if self._folder.exists():
-            info(f"{self._folder} was measured otherwise and is thrown away.")
+            info(f"{self._folder} holds measurements with other settings or models and is deleted.")
         self._work.begin()
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` gives (JSON values only), from the first process, measured once over all tries."""
-        found = [self._read_or_measure(name, measure) if self._rank == 0 else None]
-        return self.shared(found[0])
+        """Measure on the first process unless an earlier try has done so, and return JSON values on every process."""
+        return self.broadcast(self._read_or_measure(name, measure) if self._rank == 0 else None)
 
-    def shared(self, value: Any) -> Any:
-        """The first process's value, on every process."""
+    def broadcast(self, value: Any) -> Any:
+        """Send the first process's value to every process."""
         if self._accelerator is None:
             return value
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([value])[0]
-
-    def holds(self, name: str) -> bool:
-        """The measurement of this name is there already."""
-        return bool(self.shared((self._folder / f"{name}.json").is_file()))
 
     def _read_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
         file = self._folder / f"{name}.json"
@@ -81,27 +76,26 @@ class Kept:
         return value
 
     def scores(self, name: str, rows: int, tokens: int, batches: int) -> Scored:
-        """Values (rows, tokens) scored so far by any process, and which of the batches are done."""
+        """Read the values (rows, tokens) scored so far by any process, and which of the batches are done."""
         values, done = np.zeros((rows, tokens), np.float32), np.zeros(batches, bool)
         if self._rank == 0:
             for file in sorted(self._folder.glob(f"{name}-*.npz")):
                 with np.load(file) as found:
-                    mine = found["places"]
-                    values[:, mine] = found["values"]
+                    values[:, found["places"]] = found["values"]
                     done |= found["done"]
-        shared: Scored = self.shared((values, done))
+        shared: Scored = self.broadcast((values, done))
         return shared
 
-    def keep_scores(
+    def save_scores(
         self, name: str, places: np.ndarray[Any, Any], values: np.ndarray[Any, Any], done: np.ndarray[Any, Any]
     ) -> None:
-        """Write down what is scored so far: ``values`` (rows, places) of the scored tokens ``places``."""
-        self._folder.mkdir(parents=True, exist_ok=True)  # on another host
+        """Save the ``values`` (rows, places) of the tokens ``places`` that this process has scored so far."""
+        self._folder.mkdir(parents=True, exist_ok=True)  # on another host the first process did not make it
         file = self._folder / f"{name}-{self._rank}.npz"
         with writing_whole(file) as temporary:
             np.savez(temporary, places=places, values=values, done=done)
 
     def clear(self) -> None:
-        """The report stands; nothing of this is needed any more."""
+        """Delete all measurements, once the report is written."""
         if self._rank == 0:
             self._work.remove()

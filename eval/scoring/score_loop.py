@@ -1,6 +1,6 @@
-"""Read a text with models, batch by batch: shared over processes, written down as it goes, resumed where it was.
+"""Score a text with models, batch by batch: shared by the processes, saved as it goes, resumed where it stopped.
 
-Letters of shapes: R values per token, N scored tokens.
+Letters of shapes: N scored tokens. Values are of shape (rows, N), with one row per value of a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...console import human_seconds, info, progress, talk
 from .batches import AnyBatch, collate, group_windows, offsets_of, places_of
-from .resume import Kept
+from .resume import SavedMeasurements
 from .windows import ScoredDocument, Window
 
 if TYPE_CHECKING:
@@ -27,54 +27,54 @@ DEFAULT_BATCH = 8
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a text goes through a model.
+class ScoreLoop:
+    """Runs a text through a computation, window by window.
 
     Attributes:
         window, stride: see :func:`headfold.eval.scoring.windows.make_windows`.
         batch_size: windows in one forward pass.
-        accelerator: its processes share the batches and each gets the whole result; None for a single process.
-        kept: where results are written down as they come, so that a run that was stopped goes on.
+        accelerator: its processes share the batches and each gets the whole result (None for a single process).
+        saved: where values are saved as they are computed, so that a run that was stopped can continue.
     """
 
     window: int = DEFAULT_WINDOW
     stride: int | None = None
     batch_size: int = DEFAULT_BATCH
     accelerator: Accelerator | None = None
-    kept: Kept | None = None
+    saved: SavedMeasurements | None = None
 
     def values(
         self, name: str, rows: int, documents: Sequence[ScoredDocument], compute: Callable[[AnyBatch], Tensor]
     ) -> Tensor:
-        """Float32 values (R, N) for all scored tokens of the documents.
+        """Compute float32 values (rows, N) for all scored tokens of the documents.
 
         Args:
-            name: of this measurement, for ``kept``.
-            rows: values per token, R.
-            compute: values (R, n) for the n scored tokens of a batch.
+            name: of this measurement, for ``saved``.
+            rows: values per token.
+            compute: gives the values (rows, n) of the n scored tokens of a batch.
 
         Raises:
             UsageError: window, stride or batch size out of range.
             DataError: no documents.
         """
         groups = group_windows(documents, self.window, self.stride, self.batch_size)
-        tally = _Tally(name, rows, documents, groups, self.kept)
-        left = tally.left()
+        collected = _TokenValues(name, rows, documents, groups, self.saved)
+        left = collected.left()
         world = self.accelerator.num_processes if self.accelerator else 1
-        pace = _Pace(-(-len(left) // world))
+        timer = _SaveTimer(-(-len(left) // world))
         for number, counts in self._share(left):
             batch = collate(groups[number], documents)
-            found_RN = compute(batch).cpu()
+            found = compute(batch).cpu()
             if counts:
-                tally.add(number, batch.places_N, found_RN)
-            if pace.due():
-                tally.keep()
+                collected.add(number, batch.places_N, found)
+            if timer.due():
+                collected.save()
         if left:
-            tally.keep()
-        return tally.total(self.accelerator)
+            collected.save()
+        return collected.total(self.accelerator)
 
     def _share(self, left: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """This process's batches, each with whether its result counts.
+        """Give this process's batches, each with whether its result counts.
 
         Where they do not divide evenly, a process repeats the first batch without counting it, since sharded models
         need the same number of forward passes everywhere.
@@ -88,8 +88,8 @@ class Reading:
                 advance(min(world, len(left) - first))
 
 
-class _Tally:
-    """Values of all scored tokens as they come in: those of an earlier try, and those that this process adds."""
+class _TokenValues:
+    """Collects the values of all scored tokens: those of an earlier try, and those that this process adds."""
 
     def __init__(
         self,
@@ -97,47 +97,48 @@ class _Tally:
         rows: int,
         documents: Sequence[ScoredDocument],
         groups: Sequence[Sequence[Window]],
-        kept: Kept | None,
+        saved: SavedMeasurements | None,
     ) -> None:
-        self._name, self._documents, self._groups, self._kept = name, documents, groups, kept
+        self._name, self._documents, self._groups, self._saved = name, documents, groups, saved
         total = sum(document.scored for document in documents)
-        self._known_RN = torch.zeros(rows, total)
+        self._earlier = torch.zeros(rows, total)
         self._done = np.zeros(len(groups), bool)
-        if kept is not None:
-            values, self._done = kept.scores(name, rows, total, len(groups))
-            self._known_RN = torch.from_numpy(values)
-        self._fresh_RN = torch.zeros_like(self._known_RN)
+        if saved is not None:
+            values, self._done = saved.scores(name, rows, total, len(groups))
+            self._earlier = torch.from_numpy(values)
+        # apart from the earlier values, which every process has, so that adding up the processes counts them once
+        self._added = torch.zeros_like(self._earlier)
 
     def left(self) -> list[int]:
-        """Numbers of the batches that nobody has scored."""
+        """List the numbers of the batches that are not scored yet."""
         numbers: list[int] = np.flatnonzero(~self._done).tolist()
         return numbers
 
-    def add(self, number: int, places_N: Tensor, values_RN: Tensor) -> None:
-        self._fresh_RN[:, places_N] = values_RN
+    def add(self, number: int, places_N: Tensor, values: Tensor) -> None:
+        """Add the values of one batch."""
+        self._added[:, places_N] = values
         self._done[number] = True
 
-    def keep(self) -> None:
-        """Write down what this process knows."""
-        if self._kept is None or not self._done.any():
+    def save(self) -> None:
+        """Save all values that this process has."""
+        if self._saved is None or not self._done.any():
             return
         offsets = offsets_of(self._documents)
         windows = [made for number in np.flatnonzero(self._done).tolist() for made in self._groups[number]]
         places = np.concatenate([places_of(made, offsets) for made in windows])
-        values = (self._known_RN + self._fresh_RN).numpy()[:, places]
-        self._kept.keep_scores(self._name, places, values, self._done)
+        self._saved.save_scores(self._name, places, (self._earlier + self._added).numpy()[:, places], self._done)
 
     def total(self, accelerator: Accelerator | None) -> Tensor:
-        """The values (R, N) of all processes."""
-        fresh_RN = self._fresh_RN
+        """Put together the values of all processes."""
+        added = self._added
         if accelerator is not None:
-            # Each token was scored by one process and is zero on the others, so the sum is exact.
-            fresh_RN = accelerator.reduce(fresh_RN.to(accelerator.device), reduction="sum").cpu()
-        return self._known_RN + fresh_RN
+            # each token was scored by one process and is zero on the others, so the sum is exact
+            added = accelerator.reduce(added.to(accelerator.device), reduction="sum").cpu()
+        return self._earlier + added
 
 
-class _Pace:
-    """Says now and then how far a long run is, where no bar shows it, and when it is time to write results down."""
+class _SaveTimer:
+    """Tells when to save, and then logs the progress of a long run where no bar shows it."""
 
     EVERY_SECONDS = 20.0
 
@@ -146,7 +147,7 @@ class _Pace:
         self._began = self._last = time.monotonic()
 
     def due(self) -> bool:
-        """Count one more batch; true where enough time has passed since it was last true."""
+        """Count one more batch, and tell whether enough time has passed since the last save."""
         self._done += 1
         now = time.monotonic()
         if now - self._last < self.EVERY_SECONDS:

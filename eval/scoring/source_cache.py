@@ -1,8 +1,8 @@
-"""What the source scored, kept for later comparisons, so that a large source need not be loaded again each time.
+"""Cache the source's scores for later comparisons, so that a large source is loaded only once.
 
-Kept are nats and first-ranked token of every scored token, and the source's sizes; not its logits. So a comparison
-from the cache has perplexities, their paired change and the share of same top tokens, but no KL and no speed relative
-to the source.
+The cache holds the nats and the first-ranked token of every scored token, and the source's sizes, but not its logits.
+So a comparison from the cache has perplexities, their paired change and the share of same top tokens, but no KL and no
+speed relative to the source.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .windows import ScoredDocument
 
 @dataclass(frozen=True)
 class CachedSource:
-    """The source's scores, and what else was measured of it (JSON values)."""
+    """Scores of the source, and the measurements that need no other model (JSON values)."""
 
     scores: SourceScores
-    facts: dict[str, Any]
+    alone: dict[str, Any]
 
 
 class SourceCache:
-    """One entry per source, text and way of reading it.
+    """Holds one entry per source, text and protocol.
 
     Args:
-        folder: where entries lie; made when the first one is stored.
+        folder: holds the entries, and is made when the first one is stored.
         identity: all that the source's scores depend on.
     """
 
@@ -46,25 +46,25 @@ class SourceCache:
         self._file = folder / f"source-{key}.npz"
 
     def find(self, documents: Sequence[ScoredDocument]) -> CachedSource | None:
-        """The entry for these documents, None where there is none that can be read."""
+        """Read the entry for these documents (None where there is none, or none that can be read)."""
         if not self._file.is_file():
             return None
         try:
             with np.load(self._file) as found:
                 rows = [split_by_document(found[name], documents) for name in ("nats", "top")]
-                facts: dict[str, Any] = json.loads(str(found["facts"]))
+                alone: dict[str, Any] = json.loads(str(found["alone"]))
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
-            warn(f"{self._file} cannot be read ({problem}) and is measured again.")
+            warn(f"{self._file} cannot be read ({problem}), so the source is measured again.")
             return None
         if sum(map(len, rows[0])) != sum(document.scored for document in documents):
-            warn(f"{self._file} is cut short and is measured again.")
+            warn(f"{self._file} is cut short, so the source is measured again.")
             return None
-        info(f"The source's scores are those of {self._file}; the source itself is not run.")
-        return CachedSource(SourceScores(Scores(documents, rows[0]), rows[1]), facts)
+        info(f"The source's scores come from {self._file}; the source itself is not run.")
+        return CachedSource(SourceScores(Scores(documents, rows[0]), rows[1]), alone)
 
-    def store(self, source: SourceScores, facts: dict[str, Any]) -> None:
-        """Keep an entry; it appears whole or not at all."""
+    def store(self, source: SourceScores, alone: dict[str, Any]) -> None:
+        """Store an entry, whole or not at all."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         nats, top = np.concatenate(list(source.scores.nll_N)), np.concatenate(list(source.top_N))
         with writing_whole(self._file) as temporary:
-            np.savez(temporary, nats=nats, top=top, facts=np.array(json.dumps(facts)))
+            np.savez(temporary, nats=nats, top=top, alone=np.array(json.dumps(alone)))

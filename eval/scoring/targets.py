@@ -1,4 +1,4 @@
-"""What an encoder-decoder is scored on: targets that it is to write, and the sources that it reads for each.
+"""Make the pairs that an encoder-decoder is scored on: sources that it reads, and targets that it writes.
 
 Targets are spans cut out of the text (span corruption, :mod:`headfold.spans`), or a column beside it. Every token of a
 target is scored exactly once, sentinels and EOS included.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +25,16 @@ from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
 from .windows import TokenText, Window
 
 SEED = 0
-"""Of the spans that are cut out: the same for every model and every comparison."""
+"""Seed of the spans, so that they are the same for every model and every comparison."""
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What the models are asked to write.
+class TargetSettings:
+    """Settings of the targets.
 
     Attributes:
-        longest: tokens of a source at most.
-        from_column: the targets stand in a column; else spans are cut out of the text.
+        longest: most tokens of a source.
+        from_column: the targets come from a column, else spans are cut out of the text.
         noise_density, mean_span: of span corruption.
     """
 
@@ -44,7 +44,7 @@ class Asking:
     mean_span: float = MEAN_SPAN
 
     def describe(self) -> dict[str, Any]:
-        """For a report and for telling whether two measured the same, as JSON values."""
+        """Describe the targets as JSON values, for the report and to compare protocols."""
         if self.from_column:
             return {"kind": "column", "longest": self.longest}
         spans = {"noise_density": self.noise_density, "mean_span": self.mean_span, "seed": SEED}
@@ -53,12 +53,12 @@ class Asking:
 
 @dataclass(frozen=True)
 class TargetDocument:
-    """One document as pairs; it has what :class:`.windows.TokenDocument` has for who looks at tokens.
+    """One document as pairs. It offers the :class:`.windows.ScoredDocument` interface.
 
     Attributes:
         name: the document's name in its corpus.
         pairs: its blocks, each with a source and a target.
-        utf8_bytes: none; what stands behind sentinels and EOS is no text.
+        utf8_bytes: 0, since no text stands behind sentinels and EOS.
     """
 
     name: str
@@ -68,26 +68,26 @@ class TargetDocument:
 
     @property
     def ids(self) -> list[int]:
-        """All targets in a row; the first id is a filler, as that of a text is context only."""
+        """Join all targets. The first id is a filler, since the first id of a text is context only."""
         return [self.pairs[0].target[-1], *(token for pair in self.pairs for token in pair.target)]
 
     @property
     def scored(self) -> int:
-        """Tokens of the targets."""
+        """Count the tokens of the targets."""
         return sum(len(pair.target) for pair in self.pairs)
 
     @property
     def highest(self) -> int:
-        """The largest token id on either side."""
+        """Find the largest token id on either side."""
         return max(max(*pair.source, *pair.target) for pair in self.pairs)
 
     @property
     def fingerprint(self) -> str:
-        """All token ids of both sides."""
+        """Join all token ids of both sides."""
         return "".join(f"{','.join(map(str, pair.source))}>{','.join(map(str, pair.target))}|" for pair in self.pairs)
 
     def windows(self, document: int, window: int, step: int) -> list[TargetWindow]:
-        """One for each pair, whatever the window; ``document`` is this document's index."""
+        """Make one window per pair, whatever the window size. ``document`` is this document's index."""
         made, first = [], 1
         for pair in self.pairs:
             stop = first + len(pair.target)
@@ -98,7 +98,7 @@ class TargetDocument:
 
 @dataclass(frozen=True)
 class TargetWindow(Window):
-    """A pair; ``stop - start`` is the tokens of both of its sides, and the rest as if its document were one text."""
+    """A pair. ``stop - start`` counts the tokens of both of its sides, so that sorting by length still works."""
 
     pair: Pair = field(repr=False, default=Pair([], []))
 
@@ -110,7 +110,7 @@ class TargetBatch:
     Attributes:
         ids_BS, mask_BS: sources, and 1 on their real tokens.
         labels_BT: targets.
-        rows_N, columns_N: where the logits of each scored token stand.
+        rows_N, columns_N: position of the logits of each scored token.
         targets_N: the scored token ids.
         places_N: index of each scored token among all scored tokens of the text.
     """
@@ -128,13 +128,13 @@ class TargetBatch:
         return int(max(self.ids_BS.max(), self.labels_BT.max()))
 
     def inputs(self, model: Any) -> dict[str, Tensor]:
-        """What the model is called with."""
+        """Build the arguments that the model is called with."""
         mask = {} if bool(self.mask_BS.all()) else {"attention_mask": self.mask_BS}
         return {"input_ids": self.ids_BS, **mask, "decoder_input_ids": decoder_inputs(model, self.labels_BT)}
 
 
 def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -> TargetBatch:
-    """One batch of these pairs; ``places`` are the indices of each one's scored tokens among all."""
+    """Make one batch of these pairs. ``places`` are the indices of each one's scored tokens among all."""
     ids_BS, mask_BS, labels_BT = padded([made.pair for made in windows], 0)
     rows_N, columns_N = (labels_BT != IGNORED).nonzero(as_tuple=True)
     return TargetBatch(
@@ -142,8 +142,10 @@ def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -
     )
 
 
-def target_text(tokenizer: Any, documents: Iterable[Document], asking: Asking, *, max_tokens: int | None) -> TokenText:
-    """Whole documents in order until ``max_tokens`` target tokens or a few more are to be written.
+def target_text(
+    tokenizer: Any, documents: Iterable[Document], targets: TargetSettings, *, max_tokens: int | None
+) -> TokenText:
+    """Read whole documents in order until there are ``max_tokens`` target tokens. The last pair is whole.
 
     Args:
         tokenizer: a transformers tokenizer. No token is added to it.
@@ -151,8 +153,8 @@ def target_text(tokenizer: Any, documents: Iterable[Document], asking: Asking, *
     Raises:
         DataError: no document gives a target. UnsupportedError: no sentinels. UsageError: blocks too small or large.
     """
-    pairs_of = _columns(tokenizer, asking) if asking.from_column else _spans(tokenizer, asking)
-    kept: list[TargetDocument] = []
+    pairs_of = _pairs_from_columns(tokenizer, targets) if targets.from_column else _pairs_from_spans(tokenizer, targets)
+    found: list[TargetDocument] = []
     skipped, scored, truncated = 0, 0, False
     digest = hashlib.sha256()
     for document in documents:
@@ -164,18 +166,18 @@ def target_text(tokenizer: Any, documents: Iterable[Document], asking: Asking, *
         if not taken:
             skipped += 1
             continue
-        kept.append(TargetDocument(document.name, taken))
-        scored += kept[-1].scored
+        found.append(TargetDocument(document.name, taken))
+        scored += found[-1].scored
         truncated = len(taken) < len(pairs)
         if max_tokens is not None and scored >= max_tokens:
             break
-    if not kept:
+    if not found:
         raise DataError("The text holds no target to score.", "Give a document of at least two tokens.")
-    return TokenText(kept, skipped, truncated, False, digest.hexdigest())
+    return TokenText(found, skipped, truncated, False, digest.hexdigest())
 
 
 def _up_to(pairs: Sequence[Pair], tokens: int | None) -> list[Pair]:
-    """The first pairs whose targets have this many tokens; the last one is whole."""
+    """Take the first pairs whose targets have this many tokens. The last one is whole."""
     taken: list[Pair] = []
     for pair in pairs:
         if tokens is not None and tokens <= 0:
@@ -185,8 +187,9 @@ def _up_to(pairs: Sequence[Pair], tokens: int | None) -> list[Pair]:
     return taken
 
 
-def _columns(tokenizer: Any, asking: Asking) -> Any:
-    encode = PairEncoder(tokenizer, asking.longest)
+def _pairs_from_columns(tokenizer: Any, targets: TargetSettings) -> Callable[[Document], list[Pair]]:
+    """Make one pair of each record (none where either side is empty)."""
+    encode = PairEncoder(tokenizer, targets.longest)
 
     def pairs_of(document: Document) -> list[Pair]:
         whole = document.text.strip() and document.target and document.target.strip()
@@ -195,10 +198,10 @@ def _columns(tokenizer: Any, asking: Asking) -> Any:
     return pairs_of
 
 
-def _spans(tokenizer: Any, asking: Asking) -> Any:
-    """Blocks of a document, each corrupted by itself; which spans hangs on the document's name and the block."""
-    corrupt = SpanCorruption.of(tokenizer, asking.noise_density, asking.mean_span)
-    size = corrupt.tokens_for(asking.longest)
+def _pairs_from_spans(tokenizer: Any, targets: TargetSettings) -> Callable[[Document], list[Pair]]:
+    """Cut a document into blocks and corrupt each. Its spans depend on the document's name and the block's number."""
+    corrupt = SpanCorruption.of(tokenizer, targets.noise_density, targets.mean_span)
+    size = corrupt.tokens_for(targets.longest)
 
     def pairs_of(document: Document) -> list[Pair]:
         ids = list(tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,6 +1,6 @@
 """Cut documents into overlapping windows so that every token but a document's first is scored exactly once.
 
-The protocol is written up in docs/perplexity.md; the reasons for it stand there.
+docs/perplexity.md describes the protocol and gives the reasons for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TokenDocument:
 
     Attributes:
         name: the document's name in its corpus.
-        ids: token ids; the first is context only, so ``len(ids) - 1`` tokens are scored.
+        ids: token ids. The first is context only, so ``len(ids) - 1`` tokens are scored.
         utf8_bytes: bytes of the text that the scored tokens stand for.
         bos: ``ids[0]`` is the beginning-of-sequence token, which every window of the document then starts with.
     """
@@ -32,26 +32,26 @@ class TokenDocument:
 
     @property
     def scored(self) -> int:
-        """Number of tokens that are scored."""
+        """Count the tokens that are scored."""
         return len(self.ids) - 1
 
     @property
     def highest(self) -> int:
-        """The largest token id."""
+        """Find the largest token id."""
         return max(self.ids)
 
     @property
     def fingerprint(self) -> str:
-        """All token ids."""
+        """Join all token ids."""
         return ",".join(map(str, self.ids)) + ";"
 
     def windows(self, document: int, window: int, step: int) -> list[Window]:
-        """Of :func:`make_windows`; ``document`` is this document's index."""
+        """Make this document's part of :func:`make_windows`. ``document`` is its index."""
         return list(_cut(document, len(self.ids), window, step))
 
 
 class ScoredDocument(Protocol):
-    """What is looked at of a document, be it a text or the targets of an encoder-decoder; see :class:`TokenDocument`.
+    """Interface of a document to score: a text, or the targets of an encoder-decoder. See :class:`TokenDocument`.
 
     ``ids[place + 1]`` is the token with index ``place`` among the document's scored ones.
     """
@@ -93,11 +93,12 @@ class TokenText:
 
     @property
     def scored(self) -> int:
+        """Count the tokens that are scored."""
         return sum(document.scored for document in self.documents)
 
     @property
     def ids_sha256(self) -> str:
-        """Hash over all token ids and document borders: equal for two models that score the same tokens."""
+        """Hash all token ids and document borders. Two models that score the same tokens have equal hashes."""
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.fingerprint.encode())
@@ -120,28 +121,29 @@ class Window:
     first_scored: int
 
     def ids(self, documents: Sequence[ScoredDocument]) -> list[int]:
-        """Token ids of the window; a BOS token takes the place of the first slot in documents that begin with one."""
+        """List the window's token ids. In documents that begin with BOS, BOS replaces the first one."""
         document = documents[self.document]
         ids = document.ids[self.start : self.stop]
+        # the first id is context only, so replacing it changes no scored token
         return [document.ids[0], *ids[1:]] if document.bos else ids
 
 
 def tokenize_documents(
     tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None
 ) -> Sequence[ScoredDocument]:
-    """:func:`tokenize_text` with the tokenizer's own BOS policy, documents only."""
+    """Call :func:`tokenize_text` with the tokenizer's own BOS policy and return the documents only."""
     return tokenize_text(tokenizer, documents, max_tokens=max_tokens).documents
 
 
 def tokenize_text(
     tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None, bos: bool | None = None
 ) -> TokenText:
-    """Tokenize whole documents in order until ``max_tokens`` tokens are to be scored; the last one is cut there.
+    """Tokenize whole documents in order until there are ``max_tokens`` tokens to score. The last one is cut there.
 
     Args:
         tokenizer: a transformers tokenizer. No token is added to it.
         max_tokens: scored tokens to stop after, or None for all the text.
-        bos: None follows the tokenizer's own policy, True and False force a BOS token or none. It never stands twice.
+        bos: None follows the tokenizer's own policy, True forces one BOS token, False none. There are never two.
 
     Raises:
         DataError: no document holds a token to score.
@@ -150,10 +152,8 @@ def tokenize_text(
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"The number of tokens to score is {max_tokens}.", "Give at least 1.")
     if bos and tokenizer.bos_token_id is None:
-        raise UsageError(
-            "A BOS token was asked for, but the tokenizer has none.", "Leave the BOS policy to the tokenizer."
-        )
-    kept: list[TokenDocument] = []
+        raise UsageError("--bos needs a BOS token, but the tokenizer has none.", "Leave --bos out.")
+    scored_documents: list[TokenDocument] = []
     skipped, left, truncated = 0, max_tokens, False
     digest = hashlib.sha256()
     for document in documents:
@@ -164,21 +164,23 @@ def tokenize_text(
         if tokens is None:
             skipped += 1
             continue
-        kept.append(tokens)
+        scored_documents.append(tokens)
         truncated = truncated or cut
         if left is not None:
             left -= tokens.scored
             if left == 0:
                 break
-    if not kept:
+    if not scored_documents:
         raise DataError("The text holds no token to score.", "Give a document of at least two tokens.")
-    return TokenText(kept, skipped, truncated, any(document.bos for document in kept), digest.hexdigest())
+    return TokenText(
+        scored_documents, skipped, truncated, any(document.bos for document in scored_documents), digest.hexdigest()
+    )
 
 
 def _tokenize(
     tokenizer: Any, document: Document, limit: int | None, bos: bool | None
 ) -> tuple[TokenDocument | None, bool]:
-    """The tokens of one document, None when there is nothing to score, and whether it was cut."""
+    """Tokenize one document (None when there is nothing to score), and tell whether it was cut."""
     if not document.text.strip():
         return None, False
     encoding = tokenizer(
@@ -199,7 +201,7 @@ def _tokenize(
 def _with_bos_policy(
     ids: list[int], offsets: list[tuple[int, int]] | None, bos_id: int | None, bos: bool | None
 ) -> tuple[list[int], list[tuple[int, int]] | None, bool]:
-    """Apply the BOS policy: at most one BOS at the start, whatever the template and the text bring along."""
+    """Apply the BOS policy: at most one BOS at the start, even if both the template and the text bring one."""
     if bos_id is None:
         return ids, offsets, False
     found = 0
@@ -213,7 +215,10 @@ def _with_bos_policy(
 
 
 def _scored_bytes(tokenizer: Any, text: str, ids: list[int], offsets: list[tuple[int, int]] | None, cut: bool) -> int:
-    """UTF-8 bytes of the text behind ``ids[1:]``; slow tokenizers give no offsets, so theirs is the decoded text."""
+    """Count UTF-8 bytes of the text behind ``ids[1:]``.
+
+    Slow tokenizers give no offsets, so their ids are decoded.
+    """
     if offsets is None:
         decoded: str = tokenizer.decode(ids[1:], skip_special_tokens=True)
         return len(decoded.encode("utf-8", "surrogatepass"))
@@ -223,17 +228,17 @@ def _scored_bytes(tokenizer: Any, text: str, ids: list[int], offsets: list[tuple
 
 
 def default_stride(window: int) -> int:
-    """Half the window: each scored token but a document's first ones sees at least half a window of context."""
+    """Take half the window, so that scored tokens but a document's first ones see at least half a window of context."""
     return max(1, window // 2)
 
 
 def make_windows(documents: Sequence[ScoredDocument], window: int, stride: int | None = None) -> list[Window]:
-    """Windows that score every token but each document's first exactly once and never cross documents.
+    """Make windows that score every token but each document's first exactly once and never cross documents.
 
     Args:
         window: tokens in a window, BOS included; at least 2.
-        stride: how far the next window moves on, default half a window. A token needs one token of context, so a
-            stride of ``window`` or more means windows that overlap by one token.
+        stride: tokens between the starts of two windows, default half a window. A token needs one token of context, so
+            a stride of ``window`` or more means windows that overlap by one token.
 
     Raises:
         UsageError: ``window`` below 2 or ``stride`` below 1.
@@ -247,6 +252,7 @@ def make_windows(documents: Sequence[ScoredDocument], window: int, stride: int |
 
 
 def _cut(index: int, length: int, window: int, step: int) -> Iterator[Window]:
+    """Cut one document. The last window is moved back so that it is full."""
     scored, stop = 1, min(window, length)
     while scored < length:
         yield Window(index, max(0, stop - window), stop, scored)

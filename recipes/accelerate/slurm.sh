@@ -13,7 +13,7 @@
 #SBATCH --open-mode=append
 set -uo pipefail
 
-config="${HEADFOLD_LAUNCH:-$(python -c 'import headfold.uptrain.launch as l; print(l.find_launch("fsdp2-2x8"))')}"
+config="${HEADFOLD_LAUNCH:-$(python -c 'import headfold.uptrain.processes.launch as l; print(l.find_launch("fsdp2-2x8"))')}"
 head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 export OUT_ARGUMENTS="$(printf '%q ' "$@")"
 # a save of a large model takes longer than the half minute that the launcher waits before it kills

@@ -50,13 +50,13 @@ _GOOD = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ({"a": _GOOD}, bytes(3), "truncated"),
         ({"a": _GOOD}, bytes(5), "too many"),
         ({"a": {**_GOOD, "shape": [2]}}, bytes(4), "another number"),
-        ({"a": {**_GOOD, "shape": [-1]}}, bytes(4), "no sense"),
-        ({"a": {**_GOOD, "shape": [True]}}, bytes(4), "no sense"),
+        ({"a": {**_GOOD, "shape": [-1]}}, bytes(4), "is not valid"),
+        ({"a": {**_GOOD, "shape": [True]}}, bytes(4), "is not valid"),
         ({"a": {**_GOOD, "data_offsets": [4, 8]}}, bytes(8), "gap"),
         ({"a": _GOOD, "b": _GOOD}, bytes(4), "overlap"),
         ({"a": {**_GOOD, "dtype": "F7"}}, bytes(4), "F7"),
-        ({"a": 3}, b"", "no sense"),
-        ([1], b"", "no JSON object"),
+        ({"a": 3}, b"", "is not valid"),
+        ([1], b"", "not a JSON object"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, entries: object, data: bytes, word: str) -> None:
@@ -70,8 +70,8 @@ def test_damage_is_named(tmp_path: Path, entries: object, data: bytes, word: str
         (b"", "truncated"),
         (b"\xff" * 16, "truncated or damaged"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        ((4).to_bytes(8, "little") + b"{{{{", "no JSON"),
-        ((9).to_bytes(8, "little") + b"\xff" * 9, "no JSON"),
+        ((4).to_bytes(8, "little") + b"{{{{", "is not JSON"),
+        ((9).to_bytes(8, "little") + b"\xff" * 9, "is not JSON"),
     ],
 )
 def test_files_that_are_no_safetensors(tmp_path: Path, content: bytes, word: str) -> None:

@@ -57,7 +57,7 @@ def test_a_good_login_is_accepted_and_a_bad_one_named(hub: list[str], monkeypatc
 
 @pytest.mark.parametrize("name", ["a/b/c", "-x/y", "a b", ""])
 def test_names_that_no_repository_can_have(name: str) -> None:
-    with pytest.raises(UsageError, match="no name of a repository"):
+    with pytest.raises(UsageError, match="is not a valid repository name"):
         require_login(name)
 
 

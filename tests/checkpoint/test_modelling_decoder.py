@@ -1,7 +1,8 @@
-"""The decoder of our own: what a user of its file relies on, beside the routes that tests/convert tries."""
+"""The decoder of our own, as a user of its file relies on it. tests/convert tries the routes that lead to it."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from headfold.checkpoint.load import load_language_model
-from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_decoder
+from headfold.checkpoint.modelling import EARLIER, OWN_TYPES, modeling_headfold_decoder
 from headfold.checkpoint.modelling.modeling_headfold_decoder import (
     HeadfoldDecoderConfig,
     HeadfoldDecoderForCausalLM,
@@ -65,9 +66,9 @@ def test_padding_changes_nothing_and_a_position_does(kind: str) -> None:
     model = small(kind)
     mask_BT = torch.ones_like(IDS_BT)
     mask_BT[:, :4] = 0
-    places = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
+    positions = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
     alone = logits(model, input_ids=IDS_BT[:, 4:])
-    assert torch.allclose(logits(model, attention_mask=mask_BT, **places)[:, 4:], alone, atol=1e-5)
+    assert torch.allclose(logits(model, attention_mask=mask_BT, **positions)[:, 4:], alone, atol=1e-5)
     bare = logits(model, attention_mask=mask_BT)[:, 4:]
     counts_padding = kind in ("gpt2", "gpt_neo")  # as their sources do where no positions are given
     assert torch.allclose(bare, alone, atol=1e-5) is not counts_padding
@@ -171,7 +172,7 @@ def test_kv_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_in_16_bits_bloom_rounds_what_it_adds_as_its_source_does(tmp_path: Path) -> None:
-    """Far from the start, bf16 has room for every fourth position alone: the model has learned with that."""
+    """Far from the start, bf16 can represent only every fourth position. The model was trained with that."""
     source = tiny_model("bloom").to(torch.bfloat16)
     source.save_pretrained(tmp_path / "source")
     made = load_language_model(convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=4)).eval()
@@ -218,7 +219,7 @@ def test_what_is_said_of_the_file_is_its_name() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])
-def test_heads_with_slopes_do_not_change_places(model_type: str, tmp_path: Path) -> None:
+def test_heads_with_slopes_do_not_change_positions(model_type: str, tmp_path: Path) -> None:
     tiny_model(model_type).save_pretrained(tmp_path / "m")
     with pytest.raises(UnsupportedError, match="ALiBi"):
         plan_conversion(tmp_path / "m", groups=2, method="folded", grouping="similarity")
@@ -232,3 +233,15 @@ def test_config_json_names_the_file(tmp_path: Path) -> None:
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_headfold_decoder.HeadfoldDecoderForCausalLM"
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
     assert (out / "modeling_headfold_decoder.py").read_bytes() == OWN_TYPES["headfold_decoder"].code
+
+
+PRESENT = {
+    "modeling_headfold_decoder.py": "ff4efd78a7dad13f8be5948be072e19ff63de470d73312886870c472c1d75542",
+    "modeling_headfold_encoder_decoder.py": "ac4d5c97b82ec88359b7eb32888359e3d6e61ad1d7562f9bf4a767f2c456f928",
+}
+"""SHA-256 of the shipped files. To change a file, first add its hash to EARLIER, so that older results stay ours."""
+
+
+def test_a_changed_file_leaves_its_hash_among_the_earlier_ones() -> None:
+    assert {own.file_name: hashlib.sha256(own.code).hexdigest() for own in OWN_TYPES.values()} == PRESENT
+    assert not EARLIER & set(PRESENT.values())

@@ -32,13 +32,13 @@ def test_a_block_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gq024_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     with pytest.raises(HeadfoldError, match="No space left"), publishing(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gq005_a_folder_in_the_way_is_replaced_only_when_told_and_only_at_the_end(tmp_path):
+def test_a_folder_in_the_way_is_replaced_only_when_told_and_only_at_the_end(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
@@ -68,7 +68,7 @@ def test_files_and_links_are_never_replaced(kind, tmp_path):
     else:
         (tmp_path / "real").mkdir()
         out.symlink_to(tmp_path / "real")
-    with pytest.raises(UsageError, match="is no folder"), publishing(out, overwrite=True):
+    with pytest.raises(UsageError, match="is not a folder"), publishing(out, overwrite=True):
         pass
 
 

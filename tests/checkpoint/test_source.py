@@ -88,9 +88,9 @@ def test_index_faults(sharded: Path) -> None:
     faults: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         (lambda index: index["weight_map"].update({"ghost": next(iter(index["weight_map"].values()))}), "ghost"),
         (lambda index: index["weight_map"].update({"ghost": "model-9.safetensors"}), "model-9.safetensors"),
-        (lambda index: index.pop("weight_map"), "no valid index"),
-        (lambda index: index.update(weight_map=[1]), "no valid index"),
-        (lambda index: index["weight_map"].clear(), "names no tensor"),
+        (lambda index: index.pop("weight_map"), "not a valid index"),
+        (lambda index: index.update(weight_map=[1]), "not a valid index"),
+        (lambda index: index["weight_map"].clear(), "lists no tensors"),
     ]
     for change, word in faults:
         (sharded / INDEX_NAME).write_text(good)
@@ -107,14 +107,14 @@ def test_tensor_in_two_shards_is_refused(sharded: Path) -> None:
         Checkpoint.open(sharded)
 
 
-def test_gq002_index_without_metadata(sharded: Path) -> None:
+def test_an_index_without_metadata_is_read(sharded: Path) -> None:
     _edit_index(sharded, lambda index: index["metadata"].pop("total_size"))
     assert Checkpoint.open(sharded).sharded
     _edit_index(sharded, lambda index: index.pop("metadata"))
     assert Checkpoint.open(sharded).sharded
 
 
-def test_gq005_stray_weights_beside_an_index_are_named_and_not_read(sharded: Path) -> None:
+def test_stray_weights_beside_an_index_are_named_and_not_read(sharded: Path) -> None:
     wanted = set(Checkpoint.open(sharded).tensors)
     save_file({"model.norm.weight": torch.zeros(64), "stray": torch.zeros(1)}, sharded / "model.safetensors")
     checkpoint = Checkpoint.open(sharded)
@@ -132,11 +132,11 @@ def test_truncated_shard_is_refused(folder: Path) -> None:
 
 def test_missing_shard_is_refused(sharded: Path) -> None:
     sorted(sharded.glob("*.safetensors"))[0].unlink()
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         Checkpoint.open(sharded)
 
 
-def test_gq019_dangling_link_is_refused(folder: Path) -> None:
+def test_a_link_to_a_missing_file_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").symlink_to("../blobs/gone")
     with pytest.raises(CheckpointError, match="gone"):
         Checkpoint.open(folder)
@@ -150,7 +150,7 @@ def test_weights_in_other_formats_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_gq018_adapter_folder_says_merge_first(tmp_path: Path, with_config: bool) -> None:
+def test_an_adapter_folder_says_merge_first(tmp_path: Path, with_config: bool) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     if with_config:

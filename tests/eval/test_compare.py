@@ -11,15 +11,16 @@ from headfold.errors import CheckpointError, DataError, UsageError
 from headfold.eval import runner
 from headfold.eval.compare import compare
 from headfold.eval.report.format import number
-from headfold.eval.report.merge import gather
+from headfold.eval.report.merge import read_and_merge
 from headfold.eval.report.model_card import write_cards
-from headfold.eval.report.write import final_loss
+from headfold.eval.report.verdict import final_loss
+from headfold.eval.results import CapacityBatch, RecoveryPoint, ReportedEstimate, read_results
 from headfold.eval.runner import Runner
 from headfold.eval.scoring import paired
 from headfold.eval.scoring.limits import choose_device, choose_dtype
-from headfold.eval.scoring.paired import score_beside
+from headfold.eval.scoring.paired import score_with_source
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.score_loop import Reading
+from headfold.eval.scoring.score_loop import ScoreLoop
 from headfold.eval.settings import EvalSettings
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
@@ -47,25 +48,25 @@ def run(tmp_path, text_file):
 def test_an_identical_copy_differs_in_nothing(run, save, source):
     copy = save("copy", tiny_llama(), word_tokenizer(template=True))
     results = run(source, copy)
-    pair = results["models"][1]["against_source"]
-    assert pair["perplexity_ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
-    assert pair["kl_nats"] == {"value": 0.0, "low": 0.0, "high": 0.0}
-    assert pair["same_top_token"] == {"value": 1.0, "low": 1.0, "high": 1.0}
-    assert pair["cache_ratio"] == 1
-    assert results["models"][0]["nll_nats"] == results["models"][1]["nll_nats"]
+    pair = results.models[1].against_source
+    assert pair.perplexity_ratio == ReportedEstimate(value=1.0, low=1.0, high=1.0)
+    assert pair.kl_nats == ReportedEstimate(value=0.0, low=0.0, high=0.0)
+    assert pair.same_top_token == ReportedEstimate(value=1.0, low=1.0, high=1.0)
+    assert pair.cache_ratio == 1
+    assert results.models[0].nll_nats == results.models[1].nll_nats
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_gq100_identical_models_agree_to_the_last_digit(batch_size):
+def test_identical_models_agree_to_the_last_digit(batch_size):
     documents = random_documents([70, 3, 41])
-    _, (found,) = score_beside(tiny_llama(), [tiny_llama()], documents, Reading(16, batch_size=batch_size))
+    _, (found,) = score_with_source(tiny_llama(), [tiny_llama()], documents, ScoreLoop(16, batch_size=batch_size))
     assert found.source.total() == found.other.total()
     assert found.source.total() == score(tiny_llama(), documents, window=16, batch_size=batch_size).total()
 
 
 def test_pair_numbers_are_those_of_the_plain_formulas():
     source, other, documents = tiny_llama(), tiny_llama(seed=1), random_documents([20, 9])
-    _, (found,) = score_beside(source, [other], documents, Reading(64))
+    _, (found,) = score_with_source(source, [other], documents, ScoreLoop(64))
     for index, document in enumerate(documents):
         with torch.no_grad():
             ids = torch.tensor([document.ids])
@@ -81,27 +82,27 @@ def test_results_hold_what_was_measured(run, save, source, text_file):
     tokenizer = word_tokenizer(template=True)
     grouped = save("grouped", tiny_llama(kv_heads=1, seed=1), tokenizer)
     results = run(source, grouped, command="headfold eval source grouped")
-    first, second = results["models"]
-    pair = second["against_source"]
-    assert results["schema"] == 2
-    assert results["command"] == "headfold eval source grouped"
-    assert [first["role"], second["role"]] == ["source", "other"]
-    assert [first["kv_heads"], second["kv_heads"]] == [[4], [1]]
-    assert pair["cache_ratio"] == 4
+    first, second = results.models
+    pair = second.against_source
+    assert results.schema_version == 2
+    assert results.command == "headfold eval source grouped"
+    assert [first.role, second.role] == ["source", "other"]
+    assert [first.kv_heads, second.kv_heads] == [[4], [1]]
+    assert pair.cache_ratio == 4
     words = [json.loads(line)["text"].split() for line in Path(text_file).read_text().splitlines()]
-    made = results["protocol"]
-    assert made["tokens"] == sum(map(len, words))  # BOS gives the first word a context, so each word is scored
-    assert made["documents"] == 12
-    assert made["uniform_perplexity"] == 32
-    assert made["bos"] is True
-    ratio = second["perplexity"]["value"] / first["perplexity"]["value"]
-    assert pair["perplexity_ratio"]["value"] == pytest.approx(ratio, rel=1e-9)
-    assert pair["perplexity_ratio"]["low"] < ratio < pair["perplexity_ratio"]["high"]
-    assert sum(first["nll_nats"]) == pytest.approx(made["tokens"] * math.log(first["perplexity"]["value"]))
-    assert sum(part["tokens"] for part in pair["by_context"]) == made["tokens"]
-    weighted = sum(part["tokens"] * part["nats"] for part in pair["by_context"])
-    assert weighted == pytest.approx(sum(second["nll_nats"]))
-    assert json.loads((Path(grouped).parent / "report" / "results.json").read_text()) == results
+    made = results.protocol
+    assert made.tokens == sum(map(len, words))  # BOS gives the first word a context, so each word is scored
+    assert made.documents == 12
+    assert made.uniform_perplexity == 32
+    assert made.bos is True
+    ratio = second.perplexity.value / first.perplexity.value
+    assert pair.perplexity_ratio.value == pytest.approx(ratio, rel=1e-9)
+    assert pair.perplexity_ratio.low < ratio < pair.perplexity_ratio.high
+    assert sum(first.nll_nats) == pytest.approx(made.tokens * math.log(first.perplexity.value))
+    assert sum(part.tokens for part in pair.by_context) == made.tokens
+    weighted = sum(part.tokens * part.nats for part in pair.by_context)
+    assert weighted == pytest.approx(sum(second.nll_nats))
+    assert read_results(Path(grouped).parent / "report") == results
 
 
 def test_recovered_share_and_roles_from_the_records(run, save):
@@ -123,16 +124,16 @@ def test_recovered_share_and_roles_from_the_records(run, save):
     pretraining = {"kind": "eval", "tokens": 0, "perplexity": 9000.0}  # of the source itself: no recovery
     (source / "headfold_metrics.jsonl").write_text(json.dumps(pretraining) + "\n")
     results = run(str(source), str(converted), str(uptrained))
-    s, c, u = (model["perplexity"]["value"] for model in results["models"])
-    assert [model["role"] for model in results["models"]] == ["source", "converted", "uptrained"]
-    assert results["models"][0]["recovery"] == []
-    assert results["models"][2]["recovery"] == [{"tokens": n, "perplexity": 50.0 - n} for n in (0, 10, 20)]
-    recovered = results["models"][2]["against_source"]["recovered"]
-    assert results["models"][1]["against_source"]["recovered"] is None
+    s, c, u = (model.perplexity.value for model in results.models)
+    assert [model.role for model in results.models] == ["source", "converted", "uptrained"]
+    assert results.models[0].recovery == []
+    assert results.models[2].recovery == [RecoveryPoint(tokens=n, perplexity=50.0 - n) for n in (0, 10, 20)]
+    recovered = results.models[2].against_source.recovered
+    assert results.models[1].against_source.recovered is None
     assert s < u < c
-    assert recovered["value"] == pytest.approx(math.log(c / u) / math.log(c / s), rel=1e-9)
-    assert recovered["low"] < recovered["value"] < recovered["high"]
-    assert recovered["converted"] == "converted"
+    assert recovered.value == pytest.approx(math.log(c / u) / math.log(c / s), rel=1e-9)
+    assert recovered.low < recovered.value < recovered.high
+    assert recovered.converted == "converted"
 
 
 def merges_tokenizer(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
@@ -143,26 +144,26 @@ def merges_tokenizer(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-def test_gq099_tokenizers_that_differ_by_one_merge_are_refused(run, save, tmp_path):
+def test_tokenizers_that_differ_by_one_merge_are_refused(run, save, tmp_path):
     one = save("one", tiny_llama(), merges_tokenizer([("t", "h"), ("c", "a")]))
     other = save("other", tiny_llama(), merges_tokenizer([("t", "h")]))
     with pytest.raises(UsageError, match="tokenizers") as refused:
         run(one, other)
     assert "bits per byte" in refused.value.hint
     assert not (tmp_path / "report").exists()
-    assert run(other)["models"][0]["bits_per_byte"]["value"] > 0  # what the hint offers works
+    assert run(other).models[0].bits_per_byte.value > 0  # what the hint offers works
 
 
-def test_gq099_padded_vocabulary_is_allowed_and_scores_equally(run, save, source):
+def test_a_padded_vocabulary_is_allowed_and_scores_equally(run, save, source):
     padded = tiny_llama()
     padded.resize_token_embeddings(40, mean_resizing=False)
     with torch.no_grad():
         padded.lm_head.weight[32:] = 5.0  # loud rows that would take probability from the real ones
     results = run(source, save("padded", padded, word_tokenizer(template=True)))
-    pair = results["models"][1]["against_source"]
-    assert results["protocol"]["vocab"] == 32
-    assert pair["perplexity_ratio"]["value"] == pytest.approx(1, rel=1e-6)
-    assert pair["kl_nats"]["value"] == pytest.approx(0, abs=1e-6)
+    pair = results.models[1].against_source
+    assert results.protocol.vocab == 32
+    assert pair.perplexity_ratio.value == pytest.approx(1, rel=1e-6)
+    assert pair.kl_nats.value == pytest.approx(0, abs=1e-6)
 
 
 def test_tokenizer_with_more_ids_than_the_model(run, save, text_file):
@@ -172,29 +173,29 @@ def test_tokenizer_with_more_ids_than_the_model(run, save, text_file):
         run(broken)
 
 
-def test_gq096_window_is_clipped_to_what_the_model_was_made_for(run, source, capsys):
-    assert run(source, window=None, overwrite=True)["protocol"]["window"] == 64
-    assert run(source, window=128, overwrite=True)["protocol"]["window"] == 64
+def test_the_window_is_cut_to_the_length_the_model_was_made_for(run, source, capsys):
+    assert run(source, window=None, overwrite=True).protocol.window == 64
+    assert run(source, window=128, overwrite=True).protocol.window == 64
     assert "warning" in capsys.readouterr().err
-    assert run(source, window=48, overwrite=True)["protocol"]["window"] == 48
+    assert run(source, window=48, overwrite=True).protocol.window == 48
 
 
-def test_gq096_learned_positions_refuse_a_longer_window(run, save):
+def test_learned_positions_refuse_a_longer_window(run, save):
     config = GPT2Config(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
     model = save("gpt2", GPT2LMHeadModel(config), word_tokenizer())
     with pytest.raises(UsageError, match="64"):
         run(model, window=128)
-    assert run(model, window=None)["protocol"]["window"] == 64
+    assert run(model, window=None).protocol.window == 64
 
 
-def test_gq083_tokenizer_without_special_tokens(run, save):
+def test_a_tokenizer_without_special_tokens_is_compared(run, save):
     tokenizer = word_tokenizer(specials=False)
     results = run(save("plain", tiny_llama(), tokenizer), save("copy", tiny_llama(), tokenizer))
-    assert results["protocol"]["bos"] is False
-    assert results["models"][1]["against_source"]["perplexity_ratio"]["value"] == 1
+    assert results.protocol.bos is False
+    assert results.models[1].against_source.perplexity_ratio.value == 1
 
 
-def test_gq106_eager_and_sdpa_give_the_same_scores():
+def test_eager_and_sdpa_give_the_same_scores():
     model, documents = tiny_llama(kv_heads=2), random_documents([50, 23])
     model.set_attn_implementation("eager")
     eager = score(model, documents, window=32, batch_size=4).total()
@@ -205,7 +206,7 @@ def test_gq106_eager_and_sdpa_give_the_same_scores():
 def test_one_document_has_no_interval(run, source, text_file):
     Path(text_file).write_text(json.dumps({"text": "the cat sat on a mat " * 9}) + "\n")
     results = run(source)
-    assert results["models"][0]["perplexity"]["low"] is None
+    assert results.models[0].perplexity.low is None
     page = (Path(source).parent / "report" / "report.html").read_text()
     assert "no interval is possible" in page
 
@@ -269,15 +270,15 @@ def test_models_that_do_not_fit_together_are_measured_one_by_one(run, save, sour
     together = run(source, *others, repeats=1)
     monkeypatch.setattr(Runner, "_free_bytes", lambda self: 0)
     loaded, load = [], Runner._load
-    monkeypatch.setattr(Runner, "_load", lambda self, subject: loaded.append(subject.name) or load(self, subject))
+    monkeypatch.setattr(Runner, "_load", lambda self, model: loaded.append(model.name) or load(self, model))
     apart = run(source, *others, repeats=1, overwrite=True)
     assert loaded == ["source", "one", "two"]
-    for one, other in zip(together["models"], apart["models"], strict=True):
-        assert one["nll_nats"] == other["nll_nats"]
+    for one, other in zip(together.models, apart.models, strict=True):
+        assert one.nll_nats == other.nll_nats
     for place in (1, 2):
-        before, after = (found["models"][place]["against_source"] for found in (together, apart))
-        assert before["kl_nats"] == after["kl_nats"]
-        assert len(after["speedup"]) == 1
+        before, after = (found.models[place].against_source for found in (together, apart))
+        assert before.kl_nats == after.kl_nats
+        assert len(after.speedup) == 1
 
 
 def test_a_comparison_that_was_stopped_goes_on(run, save, source, tmp_path, monkeypatch):
@@ -298,19 +299,19 @@ def test_a_comparison_that_was_stopped_goes_on(run, save, source, tmp_path, monk
     batches.clear()
     found = run(source, other, repeats=0, overwrite=True)
     assert batches == []  # nothing was scored twice
-    assert found["models"] == expected["models"]
+    assert found.models == expected.models
     assert not (tmp_path / "report.partial").exists()
 
 
 def test_memory_is_answered_in_the_dtype_of_the_weights(run, save):
     """Stored in half precision, measured in float32: what fits is twice what the measured cache would say."""
     half = save("half", tiny_llama().bfloat16(), word_tokenizer())
-    (model,) = run(half, memory="1MB")["models"]
-    per_token = model["cache_bytes_per_token"] / 2
-    free = 0.9 * 1e6 - model["weight_bytes"]
-    assert model["capacity"]["tokens"] == int(free // per_token)
-    assert model["capacity"]["batches"] == [
-        {"context": context, "batch": int(free // (context * per_token))} for context in (16, 64)
+    (model,) = run(half, memory="1MB").models
+    per_token = model.cache_bytes_per_token / 2
+    free = 0.9 * 1e6 - model.weight_bytes
+    assert model.capacity.tokens == int(free // per_token)
+    assert model.capacity.batches == [
+        CapacityBatch(context=context, batch=int(free // (context * per_token))) for context in (16, 64)
     ]
 
 
@@ -322,29 +323,29 @@ def test_cards_are_written_only_where_headfold_made_the_folder(run, save, source
     assert write_cards(results) == [Path(made)]
     card = (Path(made) / "README.md").read_text()
     assert "## Evaluation" in card
-    assert number(results["models"][1]["perplexity"]["value"]) in card
+    assert number(results.models[1].perplexity.value) in card
     assert not (Path(strange) / "README.md").exists()
-    assert "strange is no folder" in capsys.readouterr().err.replace("\n", " ")
+    assert "strange was not made by headfold" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_worst_tokens_are_those_that_lost_most(run, save, source):
-    pair = run(source, save("other", tiny_llama(seed=1), word_tokenizer(template=True)))["models"][1]["against_source"]
-    lost = [token["lost_nats"] for token in pair["worst_tokens"]]
+    pair = run(source, save("other", tiny_llama(seed=1), word_tokenizer(template=True))).models[1].against_source
+    lost = [token.lost_nats for token in pair.worst_tokens]
     assert len(lost) == 10
     assert lost == sorted(lost, reverse=True)
-    for token in pair["worst_tokens"]:
-        ratio = token["source_probability"] / token["probability"]
-        assert math.log(ratio) == pytest.approx(token["lost_nats"], rel=1e-5)
-        assert token["token"] in WORDS
-        assert token["before"].split()[-1] in [*WORDS, "<s>"]
+    for token in pair.worst_tokens:
+        ratio = token.source_probability / token.probability
+        assert math.log(ratio) == pytest.approx(token.lost_nats, rel=1e-5)
+        assert token.token in WORDS
+        assert token.before.split()[-1] in [*WORDS, "<s>"]
 
 
 def test_a_model_that_is_off_every_scale_still_gets_its_report(run, save, source, tmp_path):
     broken = tiny_llama(seed=1)
     with torch.no_grad():
         broken.lm_head.weight.mul_(1e4)  # thousands of nats per token: a perplexity that no float holds
-    pair = run(source, save("broken", broken, word_tokenizer(template=True)))["models"][1]["against_source"]
-    assert pair["perplexity_ratio"]["value"] is None
-    assert pair["kl_nats"]["value"] > 1000
+    pair = run(source, save("broken", broken, word_tokenizer(template=True))).models[1].against_source
+    assert pair.perplexity_ratio.value is None
+    assert pair.kl_nats.value > 1000
     assert "broken" in (tmp_path / "report" / "report.html").read_text()
-    assert final_loss(gather([tmp_path / "report"])) == math.inf
+    assert final_loss(read_and_merge([tmp_path / "report"])) == math.inf

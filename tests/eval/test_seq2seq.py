@@ -19,8 +19,9 @@ from headfold.eval.measures.kv_cache import (
     measure_decoding,
 )
 from headfold.eval.report.write import print_report, rebuild_report
+from headfold.eval.results import TargetProtocol, read_results
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.targets import Asking, TargetDocument, target_text
+from headfold.eval.scoring.targets import TargetDocument, TargetSettings, target_text
 from headfold.eval.settings import EvalSettings
 from headfold.pairs import Pair, padded
 
@@ -39,7 +40,7 @@ def words_file(tmp_path_factory) -> str:
 
 def documents_of(folder, words_file, tokens=300):
     corpus = open_corpus(str(words_file))
-    return target_text(load_tokenizer(folder), corpus, Asking(32), max_tokens=tokens)
+    return target_text(load_tokenizer(folder), corpus, TargetSettings(32), max_tokens=tokens)
 
 
 def test_nats_are_the_loss_of_transformers_pair_by_pair(tiny_t5, words_file):
@@ -71,7 +72,9 @@ def test_batches_and_their_padding_change_nothing_but_a_wrong_target_does(tiny_t
 def test_the_same_spans_for_every_try_and_other_ones_for_another_document(tiny_t5, words_file):
     one, other = (documents_of(tiny_t5, words_file) for _ in range(2))
     assert one.ids_sha256 == other.ids_sha256
-    wider = target_text(load_tokenizer(tiny_t5), open_corpus(words_file), Asking(32, mean_span=1.0), max_tokens=300)
+    wider = target_text(
+        load_tokenizer(tiny_t5), open_corpus(words_file), TargetSettings(32, mean_span=1.0), max_tokens=300
+    )
     assert wider.ids_sha256 != one.ids_sha256
     sources = [tuple(pair.source) for document in one.documents for pair in document.pairs]
     assert len(set(sources)) > len(sources) / 2
@@ -79,7 +82,7 @@ def test_the_same_spans_for_every_try_and_other_ones_for_another_document(tiny_t
 
 @pytest.fixture(scope="module")
 def compared(tiny_t5, words_file, tmp_path_factory):
-    """A T5 beside one with other weights; asked for all that has no meaning, too."""
+    """A T5 beside one with other weights, with settings that encoder-decoders have no use for."""
     folder = tmp_path_factory.mktemp("compared")
     model = load_language_model(tiny_t5)
     torch.manual_seed(1)
@@ -95,20 +98,20 @@ def compared(tiny_t5, words_file, tmp_path_factory):
 
 
 def test_the_report_is_per_target_token_and_says_what_is_left_out(compared, capfd):
-    results = json.loads((compared / "report" / "results.json").read_text())
-    source, other = results["models"]
-    assert results["protocol"]["targets"] == {
-        "kind": "spans", "longest": 32, "noise_density": 0.15, "mean_span": 3.0, "seed": 0
-    }  # fmt: skip
-    pair = other["against_source"]
-    assert pair["kl_nats"]["value"] > 1e-5
-    assert 0 < pair["same_top_token"]["value"] <= 1
-    assert pair["perplexity_ratio"]["low"] < pair["perplexity_ratio"]["high"]
-    assert (source["needle"], source["tasks"], source["capacity"], pair["by_context"]) == ([], [], None, [])
-    assert source["bits_per_byte"]["value"] is None
-    assert source["decode"][0]["context"] == 8
+    results = read_results(compared / "report")
+    source, other = results.models
+    assert results.protocol.targets == TargetProtocol(
+        kind="spans", longest=32, noise_density=0.15, mean_span=3.0, seed=0
+    )
+    pair = other.against_source
+    assert pair.kl_nats.value > 1e-5
+    assert 0 < pair.same_top_token.value <= 1
+    assert pair.perplexity_ratio.low < pair.perplexity_ratio.high
+    assert (source.needle, source.tasks, source.capacity, pair.by_context) == ([], [], None, [])
+    assert source.bits_per_byte.value is None
+    assert source.decode[0].context == 8
     page = (compared / "report" / "report.md").read_text()
-    nats = math.log(source["perplexity"]["value"])
+    nats = math.log(source.perplexity.value)
     assert f"| Target loss (nats per target token) | {nats:.3f} " in page
     assert "perplexity per target token" in page
     assert "Cross-attention cache per read token" in page
@@ -119,7 +122,7 @@ def test_the_report_is_per_target_token_and_says_what_is_left_out(compared, capf
 
 
 def test_the_report_of_one_is_built_again(compared, tmp_path):
-    results = json.loads((compared / "report" / "results.json").read_text())
+    results = read_results(compared / "report")
     rebuild_report(results, tmp_path / "again")
     assert (tmp_path / "again" / "report.html").read_bytes() == (compared / "report" / "report.html").read_bytes()
 
@@ -128,11 +131,11 @@ def test_a_pair_is_compared_with_pairs_alone(tiny_t5, tiny_checkpoint, words_fil
     settings = EvalSettings(data=str(words_file), tokens=50, **QUICK)
     with pytest.raises(UsageError, match="encoder-decoder and the other is not"):
         compare(str(tiny_t5), [str(tiny_checkpoint)], out=tmp_path / "report", settings=settings)
-    asked = EvalSettings(data=str(pairs_file), source_column="input", target_column="answer.back", **QUICK)
+    with_columns = EvalSettings(data=str(pairs_file), source_column="input", target_column="answer.back", **QUICK)
     with pytest.raises(UsageError, match="no encoder"):
-        compare(str(tiny_checkpoint), [], out=tmp_path / "report", settings=asked)
+        compare(str(tiny_checkpoint), [], out=tmp_path / "report", settings=with_columns)
     with pytest.raises(UsageError, match="would change nothing"):
-        compare(str(tiny_t5), [], out=tmp_path / "report", settings=asked.model_copy(update={"mean_span": 2.0}))
+        compare(str(tiny_t5), [], out=tmp_path / "report", settings=with_columns.model_copy(update={"mean_span": 2.0}))
     assert not list(tmp_path.iterdir())
 
 
@@ -168,8 +171,8 @@ def test_pairs_of_columns_are_scored(tiny_t5, pairs_file, tmp_path):
         data=str(pairs_file), source_column="input", target_column="answer.back", tokens=None, **{**QUICK, "repeats": 0}
     )
     results = compare(str(tiny_t5), [], out=tmp_path / "report", settings=settings)
-    words = sum(document["tokens"] for document in results["documents"])
-    assert len(results["documents"]) == 60
+    words = sum(document.tokens for document in results.documents)
+    assert len(results.documents) == 60
     assert words == sum(3 + start % 7 + 1 for start in range(60))  # each word and EOS
     assert "column answer.back, written from column input" in (tmp_path / "report" / "report.md").read_text()
 
@@ -229,12 +232,12 @@ def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float16", True), ("bfloat16", False)])
-def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
-    from headfold.eval.models import open_subjects
-    from headfold.eval.protocol import settle
+def test_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
+    from headfold.eval.models import open_models
+    from headfold.eval.protocol import fit_protocol
 
-    settle(EvalSettings(dtype=dtype), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
-    assert ("overflows float16" in capfd.readouterr().err.replace("\n", " ")) is warned
+    fit_protocol(EvalSettings(dtype=dtype), open_models(str(tiny_t5), [], False), torch.device("cpu"))
+    assert ("overflow float16" in capfd.readouterr().err.replace("\n", " ")) is warned
 
 
 @pytest.mark.parametrize(
@@ -246,10 +249,10 @@ def test_gq072_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
     ],
 )
 def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, tiny_t5, capfd):
-    from headfold.eval.models import open_subjects
-    from headfold.eval.protocol import settle
+    from headfold.eval.models import open_models
+    from headfold.eval.protocol import fit_protocol
 
-    settle(EvalSettings(**given), open_subjects(str(tiny_t5), [], False), torch.device("cpu"))
+    fit_protocol(EvalSettings(**given), open_models(str(tiny_t5), [], False), torch.device("cpu"))
     said = " ".join(capfd.readouterr().err.split())
     assert (named in said) if named else ("Not used" not in said)
 

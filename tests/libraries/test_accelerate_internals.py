@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, disk_offload
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
@@ -88,3 +88,19 @@ def test_saves_of_tied_weights_are_quiet(accelerator, tmp_path, caplog):
     internals.quiet_about_tied_weights()
     accelerator.save_model(model, tmp_path / "quiet")
     assert caplog.text == ""
+
+
+def test_weights_on_disk_are_in_memory_for_a_while(tmp_path):
+    linear = torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(linear)  # a model's own hook is of another kind than that of its parts
+    x_NC = torch.randn(4, 3)
+    expected, weight = linear(x_NC), linear.weight.detach().clone()
+    disk_offload(model, tmp_path)
+    assert linear.weight.is_meta
+    with internals.weights_in_memory(model) as stored:
+        assert torch.equal(linear.weight, weight)
+        assert set(stored.values()) == {torch.float32}
+        linear.weight.data += 1  # what is done to them counts, since the hook does not read them again
+        assert not torch.equal(linear(x_NC), expected)
+    assert linear.weight.is_meta
+    assert torch.equal(linear(x_NC), expected)

@@ -48,8 +48,8 @@ def test_the_recipe_ends_with_a_comparison_of_all_three(run):
 
 def test_the_uptrained_one_has_its_code_and_its_settings(run):
     uptrained = run / "uptrained"
-    code = (run / "converted" / "modeling_headfold_t5.py").read_bytes()
-    assert (uptrained / "modeling_headfold_t5.py").read_bytes() == code
+    code = (run / "converted" / "modeling_headfold_encoder_decoder.py").read_bytes()
+    assert (uptrained / "modeling_headfold_encoder_decoder.py").read_bytes() == code
     assert (uptrained / "config.json").read_bytes() == (run / "converted" / "config.json").read_bytes()
     entry = json.loads((uptrained / "headfold.json").read_text())["history"][-1]
     assert entry["settings"]["noise_density"] == 0.15

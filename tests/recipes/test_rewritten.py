@@ -41,8 +41,8 @@ def test_uptraining_and_comparison_take_a_rewritten_checkpoint(
     assert "no longer the checkpoint" not in capsys.readouterr().err  # the record knows its source
     wanted = EvalSettings(data=str(text_file), tokens=1024, repeats=0, needles=0)
     found = compare(str(neox), [str(converted), str(uptrained)], out=tmp_path / "report", settings=wanted)
-    assert [model["model_type"] for model in found["models"]] == ["gpt_neox", "phi", "phi"]
-    assert [model["kv_heads"] for model in found["models"]] == [[4], [2], [2]]
-    assert found["models"][1]["cache_bytes_per_token"] * 2 == found["models"][0]["cache_bytes_per_token"]
-    lost, left = (model["against_source"]["kl_nats"]["value"] for model in found["models"][1:])
+    assert [model.model_type for model in found.models] == ["gpt_neox", "phi", "phi"]
+    assert [model.kv_heads for model in found.models] == [[4], [2], [2]]
+    assert found.models[1].cache_bytes_per_token * 2 == found.models[0].cache_bytes_per_token
+    lost, left = (model.against_source.kl_nats.value for model in found.others)
     assert left < lost / 2

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Two processes on two cores in some tests; bit-equality must not hang on the number of threads either."""
+    """Some tests run two processes on two cores. And equality of bits must not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -81,7 +81,7 @@ def test_settings_become_options_and_options_settings():
         "dropout": 0.2,
     }  # fmt: skip
     # no command line can have them all: some mean nothing beside others
-    taught = UptrainSettings(
+    with_teacher = UptrainSettings(
         **common, teacher="y", distillation_weight=0.5, temperature=2, divergence="reverse", hidden_weight=1,
         noise_density=0.3, mean_span=2, beta1=0.8, beta2=0.9,
     )  # fmt: skip
@@ -89,9 +89,9 @@ def test_settings_become_options_and_options_settings():
     alone = UptrainSettings(**common, **columns, teacher=None, optimizer="adafactor")
     for name, field in UptrainSettings.model_fields.items():
         at_default = {"fraction", "pretraining_tokens", "steps"}  # one budget is all that there can be
-        differing = [one for one in (taught, alone) if getattr(one, name) != field.default]
+        differing = [one for one in (with_teacher, alone) if getattr(one, name) != field.default]
         assert differing or name in at_default, name
-    for settings in (taught, alone):
+    for settings in (with_teacher, alone):
         assert parsed(as_options(settings, always=("data",))) == settings
     assert (
         parsed(as_options(UptrainSettings(fraction=0.05, pretraining_tokens=7, teacher="x"), always=("data",))).teacher
@@ -100,7 +100,7 @@ def test_settings_become_options_and_options_settings():
 
 
 def parsed(options: list[str]) -> UptrainSettings:
-    """What the command makes of options."""
+    """Parse options as the command does."""
     import typer
     from headfold.uptrain import command
 

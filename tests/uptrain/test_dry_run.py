@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from headfold.errors import HeadfoldError, UsageError
 from headfold.uptrain.dry_run import estimate_run, measure
-from headfold.uptrain.estimate.cost import ModelSize, estimate_cost, model_without_weights
+from headfold.uptrain.estimate.cost import estimate_cost
+from headfold.uptrain.estimate.model_size import ModelSize, model_without_weights
 from headfold.uptrain.processes.launch import Layout
 
 

@@ -19,14 +19,14 @@ _WEIGHTED = re.compile(r"(?P<name>.+)=(?P<weight>[0-9]+(\.[0-9]*)?)")
 
 @dataclass(frozen=True)
 class WeightedCorpus:
-    """One corpus of a mixture; ``weight`` is its share of the items, relative to the other weights."""
+    """One corpus of a mixture. Its ``weight`` is its share of the items, relative to the other weights."""
 
     corpus: Corpus
     weight: float
 
 
 def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[WeightedCorpus]:
-    """Open corpora named ``NAME`` or ``NAME=WEIGHT``; the weight is 1 if none is given.
+    """Open corpora named ``NAME`` or ``NAME=WEIGHT``, where the default weight is 1.
 
     Args:
         columns: of their records.

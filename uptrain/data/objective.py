@@ -20,7 +20,8 @@ from ...pairs import Pair, PairEncoder, padded
 from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
 from ..settings import UptrainSettings
 from .batches import PackedBatch, PairBatch, TrainingBatch
-from .packed import Encode, PackedTokens, PairStream, Position, SequenceStream
+from .packed import Encode, PackedTokens, Position, SequenceStream
+from .pair_stream import PairStream
 
 
 class Stream(Protocol):
@@ -115,7 +116,7 @@ class _SpanStream:
 
 
 class Pairs(_PairBatches):
-    """Write the target of each pair of the corpus; sides longer than ``sequence_length`` tokens are cut."""
+    """Write the target of each pair of the corpus. Sides longer than ``sequence_length`` tokens are cut."""
 
     def __init__(self, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
@@ -135,7 +136,7 @@ def _without_special_tokens(tokenizer: Any) -> Encode:
 
 
 def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any, encoder_decoder: bool) -> TrainingObjective:
-    """Choose the next token for a decoder; for an encoder-decoder pairs if columns are named, else span corruption.
+    """Choose by the kind of model: decoders predict the next token, encoder-decoders write pairs or fill in spans.
 
     Raises:
         UsageError: settings that do not fit the model. UnsupportedError: no sentinels for span corruption.
@@ -159,7 +160,7 @@ def refuse_unfit_settings(settings: UptrainSettings, model: Any, encoder_decoder
     if encoder_decoder:
         if settings.isolate_documents:
             raise UsageError(
-                "--isolate-documents is for models without an encoder.", "Leave it out; pairs never see each other."
+                "--isolate-documents is for models without an encoder.", "Leave it out: pairs never see each other."
             )
         return
     kind, given = type(model).__name__, (settings.target_column, settings.noise_density, settings.mean_span)

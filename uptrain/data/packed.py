@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from ...corpus import Corpus, Document
 from ...errors import DataError
-from ...pairs import Pair, PairEncoder
 
 _SHUFFLE_BUFFER = 10_000  # documents
 _CHUNK_TOKENS = 2**20
-"""Sequences are shuffled within chunks of about this many tokens: enough to mix, and little enough to hold and save."""
+"""Sequences are shuffled within chunks of about this many tokens: enough to mix, and little enough to
+be packed again when a run resumes."""
 
 Encode = Callable[[str], list[int]]
 """A function from a text to its token ids."""
@@ -75,13 +75,13 @@ def shuffled(documents: Iterator[Document], seed: str) -> Iterator[Document]:
 
 
 class _Packer:
-    """Joins documents and cuts them into sequences; the remainder is carried over, also to the next pass."""
+    """Joins documents and cuts them into sequences. The remainder is carried over, also to the next pass."""
 
     def __init__(self, corpus: Corpus, encode: Encode, sequence_length: int, seed: int, start: Position) -> None:
         self._corpus, self._encode, self._sequence_length, self._seed = corpus, encode, sequence_length, seed
         self.epoch, self.documents = start.epoch, start.documents
         self._tokens, self._opened = list(start.carry), list(start.openings)
-        # tokens that were cut off already; they are deleted only once per chunk, since a document may have millions
+        # tokens that were cut off already. They are deleted only once per chunk, since a document may have millions
         self._taken = 0
         self._open_pass()
 
@@ -124,7 +124,7 @@ class _Packer:
         return cut
 
     def _read_document(self) -> bool:
-        """Read one document. Returns False if the pass was over; a new one has then begun."""
+        """Read one document. If the pass is over, begin a new one and return False."""
         document = next(self._pass, None)
         if document is not None:
             self.documents += 1
@@ -151,7 +151,7 @@ class SequenceStream:
     of one long document would otherwise fill many steps in a row.
 
     Args:
-        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
+        position: from :attr:`position` of an earlier stream, to continue there. The default is the beginning.
 
     Raises (on iteration):
         DataError: one whole pass over the corpus gives fewer tokens than one sequence.
@@ -186,42 +186,3 @@ class SequenceStream:
         # a new object each time: the one handed out earlier may be part of a save
         self.position = replace(self.position, drawn=self.position.drawn + 1)
         return self._chunk[self.position.drawn - 1]
-
-
-class PairStream:
-    """Endless pairs of a corpus with targets, in another order on each pass.
-
-    Args:
-        position: from :attr:`position` of an earlier stream, to continue there; the default is the beginning.
-
-    Raises (on iteration):
-        DataError: one whole pass over the corpus gives no pair.
-    """
-
-    def __init__(self, corpus: Corpus, encode: PairEncoder, *, seed: int, position: Position | None = None) -> None:
-        self._corpus, self._encode, self._seed = corpus, encode, seed
-        self.position = replace(position) if position else Position()
-        self._open_pass()
-
-    def _open_pass(self) -> None:
-        """Begin or continue the pass of the position."""
-        self._found = self.position.documents > 0
-        documents = shuffled(iter(self._corpus), f"{self._seed}:{self.position.epoch}")
-        self._pass = islice(documents, self.position.documents, None)
-
-    def __iter__(self) -> PairStream:
-        return self
-
-    def __next__(self) -> Pair:
-        while True:
-            document = next(self._pass, None)
-            if document is None:
-                if not self._found:
-                    raise DataError(f"{self._corpus.spec} has no pair of texts.", "Give columns that are not empty.")
-                self.position = Position(self.position.epoch + 1)
-                self._open_pass()
-                continue
-            self.position = replace(self.position, documents=self.position.documents + 1)
-            if document.text.strip() and document.target and document.target.strip():
-                self._found = True
-                return self._encode(document.text, document.target)

@@ -28,7 +28,7 @@ class Budget:
 
 
 def plan_budget(settings: UptrainSettings) -> Budget:
-    """Compute the steps of a run; a fraction is the alpha of Ainslie et al. 2023, §2.2.
+    """Compute the steps of a run. The fraction is the alpha of Ainslie et al. 2023, §2.2.
 
     Raises:
         UsageError: no budget, more than one, or a fraction without the number of pretraining tokens.

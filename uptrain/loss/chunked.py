@@ -54,7 +54,7 @@ class LossInputs:
 
 
 def attach_chunked_loss(model: Any, outputs: LayerOutputs | None = None) -> SplitModel:
-    """Make ``model(loss_inputs=LossInputs, **inputs)`` return :class:`LossSums`; other calls stay as they are.
+    """Make ``model(loss_inputs=LossInputs, **inputs)`` return :class:`LossSums`. Other calls stay as they are.
 
     The loss is computed inside the call of the head, which is inside the call of the model: a sharded model has its
     whole weights there and nowhere else.

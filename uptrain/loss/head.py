@@ -138,7 +138,7 @@ class _WithoutHooks(nn.Module):
 
 
 def route_calls(module: Any, keyword: str, handler: Callable[..., Any]) -> None:
-    """Send calls of ``module`` that have ``keyword`` to ``handler``; all others go where they went before.
+    """Send calls of ``module`` that have ``keyword`` to ``handler``, and all others where they went before.
 
     The handler then runs inside the module's own call, so whatever wraps that call (DDP, FSDP, autocast, hooks) works.
     """

@@ -22,7 +22,7 @@ Direction = Literal["forward", "reverse"]
 
 
 class LossSums(NamedTuple):
-    """The weighted loss and its terms, each summed over tokens in float32; a term that was not computed is zero.
+    """The weighted loss and its terms, each summed over tokens in float32. A term that was not computed is zero.
 
     All are in nats except ``hidden``, which has no unit (:func:`headfold.uptrain.loss.hidden_states.layer_distance`).
     """
@@ -31,6 +31,12 @@ class LossSums(NamedTuple):
     cross_entropy: Tensor
     divergence: Tensor
     hidden: Tensor
+
+
+def _sums(loss: Tensor, **terms: Tensor) -> LossSums:
+    """Fill in zero for terms that were not computed."""
+    zero = torch.zeros_like(loss)
+    return LossSums(loss, *(terms.get(name, zero) for name in LossSums._fields[1:]))
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,16 +107,16 @@ class TrainingLoss:
 
     def __call__(self, logits_NV: Tensor, targets_N: Tensor, teacher_NV: Tensor | None) -> tuple[LossSums, Tensor]:
         """Compute the sums, and the gradient (N, V) of ``loss`` by the student's logits."""
-        zero = torch.zeros((), device=logits_NV.device)
         if teacher_NV is None:
-            loss, grad_NV = cross_entropy(logits_NV, targets_N)
-            return LossSums(loss, loss, zero, zero), grad_NV
+            text, grad_NV = cross_entropy(logits_NV, targets_N)
+            return _sums(text, cross_entropy=text), grad_NV
         divergence, grad_NV = _DIVERGENCES[self.direction](logits_NV, teacher_NV, self.temperature)
-        if self.weight == 1:  # the default; another softmax over the vocabulary would be for nothing
-            return LossSums(divergence, zero, divergence, zero), grad_NV
-        loss, text_grad_NV = cross_entropy(logits_NV, targets_N)
+        if self.weight == 1:  # the default. Another softmax over the vocabulary would be for nothing
+            return _sums(divergence, divergence=divergence), grad_NV
+        text, text_grad_NV = cross_entropy(logits_NV, targets_N)
         grad_NV.mul_(self.weight).add_(text_grad_NV, alpha=1 - self.weight)
-        return LossSums(self.weight * divergence + (1 - self.weight) * loss, loss, divergence, zero), grad_NV
+        loss = self.weight * divergence + (1 - self.weight) * text
+        return _sums(loss, cross_entropy=text, divergence=divergence), grad_NV
 
     def add_hidden(self, sums: LossSums, hidden: Tensor) -> LossSums:
         """Add the distance of the hidden states to the sums."""

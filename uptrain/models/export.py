@@ -27,7 +27,7 @@ def whole_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tenso
         tensors by their names in memory; on processes other than the main one it may be empty.
     """
     weights: dict[str, torch.Tensor] = dict(accelerator.get_state_dict(model))
-    # gathering made copies of tied tensors; as one tensor again they are saved once
+    # gathering made copies of tied tensors, and as one tensor again they are saved once
     tied = getattr(accelerator.unwrap_model(model), "all_tied_weights_keys", None) or {}
     for name, original in tied.items():
         if name in weights and original in weights and torch.equal(weights[name], weights[original]):
@@ -58,7 +58,7 @@ def write_trained(
     config_dtype = source.config_dtype
     stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
     cast = _cast(weights, lambda name: stored.get(name, config_dtype))
-    # transformers refuses to save some generation configs that it loads without complaint; the file is copied instead
+    # transformers refuses to save some generation configs that it loads. The file is copied instead, below
     model.generation_config = GenerationConfig()
     with publishing(out, overwrite=overwrite) as folder:
         model.save_pretrained(folder, state_dict=cast)

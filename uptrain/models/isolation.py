@@ -17,7 +17,7 @@ def refuse_leaks(model: Any) -> None:
     """Try two short documents in one sequence: the second must get the logits that it gets alone.
 
     Raises:
-        UnsupportedError: it does not, so the first leaks into it; or the class takes no positions.
+        UnsupportedError: it does not, so the first leaks into it, or the class takes no positions.
     """
     ids_BT = torch.arange(2 * _TOKENS)[None] % (model.get_input_embeddings().weight.shape[0] - 1) + 1
     opens_BT = torch.zeros_like(ids_BT, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Use the kernels of liger-kernel (Hsu et al. 2024, arXiv 2410.10989) for norms, rotation and MLPs; needs CUDA.
+"""Use the kernels of liger-kernel (Hsu et al. 2024, arXiv 2410.10989) for norms, rotation and MLPs, on CUDA.
 
 Its loss is not used: headfold computes the loss in chunks already (:mod:`headfold.uptrain.loss.chunked`).
 """

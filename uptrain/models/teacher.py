@@ -43,8 +43,8 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
     """Replace ``auto`` and ``source`` by the checkpoint they mean, and tell the user.
 
     Raises:
-        UsageError: ``source`` was asked for and no record names it; or there is no teacher, and settings were given
-            that say how to learn from one.
+        UsageError: no record names the ``source`` that was asked for. Or there is no teacher, although settings
+            say how to learn from one.
     """
     teacher = settings.teacher
     if teacher == "auto":
@@ -73,7 +73,7 @@ _DEFAULTS = UptrainSettings()
 
 
 def digest_of(teacher: str | None) -> str | None:
-    """Digest of the teacher's files, so that a resumed run learns from the same one; None if it has no safetensors."""
+    """Compute a digest of the teacher's files, by which a resumed run knows it. Without safetensors it is None."""
     try:
         return Checkpoint.open(teacher).digest() if teacher else None
     except HeadfoldError:

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from ...checkpoint.load import load_language_model
 from ...console import info
 from ...corpus import HELDOUT, open_corpus
+from ...eval.measures.recovery import recovered_share
 from ...eval.scoring.perplexity import Perplexity, exponential, score
-from ...eval.scoring.targets import Asking, target_text
+from ...eval.scoring.targets import TargetSettings, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_documents
 from ..processes.devices import StopRequested, on_any_process
 from ..settings import UptrainSettings
@@ -74,16 +76,16 @@ class HeldoutText:
 
 
 def open_heldout(settings: UptrainSettings, tokenizer: Any, encoder_decoder: bool) -> HeldoutText | None:
-    """Open the text that the settings name; for an encoder-decoder as targets of the kind that it is trained on."""
+    """Open the text that the settings name. For an encoder-decoder it becomes targets as in training."""
     if settings.eval_data is None:
         return None
     corpus = open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if encoder_decoder:
         column = settings.target_column is not None
-        asking = Asking(settings.sequence_length, column, settings.noise_density, settings.mean_span)
-        targets = target_text(tokenizer, corpus, asking, max_tokens=settings.eval_tokens)
+        wanted = TargetSettings(settings.sequence_length, column, settings.noise_density, settings.mean_span)
+        targets = target_text(tokenizer, corpus, wanted, max_tokens=settings.eval_tokens)
         return HeldoutText(
-            targets.documents, {**corpus.describe(), "asking": str(asking.describe())}, settings.sequence_length
+            targets.documents, {**corpus.describe(), "asking": str(wanted.describe())}, settings.sequence_length
         )
     documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.eval_tokens)
     return HeldoutText(documents, corpus.describe(), settings.sequence_length)
@@ -148,8 +150,8 @@ class HeldoutMonitor:
 
     @property
     def recovered(self) -> float | None:
-        """Share of the loss by conversion that is recovered, see :func:`recovered_share`."""
-        return None if self._text is None else recovered_share(self._metrics.lines, self._text.identity)
+        """See :func:`recovered_so_far`."""
+        return None if self._text is None else recovered_so_far(self._metrics.lines, self._text.identity)
 
     @property
     def for_record(self) -> dict[str, Any] | None:
@@ -173,7 +175,7 @@ class HeldoutMonitor:
         info(f"{f'step {step}' if kind == 'eval' else kind} · held-out perplexity {perplexity:.3f}")
 
 
-def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
+def recovered_so_far(lines: Sequence[dict[str, Any]], text: str) -> float | None:
     """Compute the share of the gap in log-perplexity between start and source that the last evaluation has closed.
 
     Args:
@@ -191,6 +193,7 @@ def recovered_share(lines: Sequence[dict[str, Any]], text: str) -> float | None:
     source, evaluated = seen["source"], seen["eval"]
     start = (seen["start"] or evaluated)[:1]
     only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had recovered nothing
-    if not source or not evaluated or only_the_start or start[0] <= source[0]:
+    if not source or not evaluated or only_the_start:
         return None
-    return math.log(start[0] / evaluated[-1]) / math.log(start[0] / source[0])
+    share = recovered_share(*(np.log([perplexity]) for perplexity in (source[0], start[0], evaluated[-1])))
+    return None if share is None else share.value

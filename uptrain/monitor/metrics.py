@@ -1,4 +1,4 @@
-"""Metrics of a run as JSON lines, and the clock that measures its speed."""
+"""Metrics of a run as JSON lines, and the stopwatch that measures its speed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read_whole_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class Clock:
+class Stopwatch:
     """Measures tokens per second since the last lap, and the time left at the pace of the whole run."""
 
     def __init__(self, steps_left: int) -> None:

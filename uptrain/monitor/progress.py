@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from ...console import human_seconds, info
 from ..estimate.budget import Budget
-from ..estimate.cost import ModelSize, flops_per_token
-from .metrics import Clock, Metrics
+from ..estimate.cost import flops_per_token
+from ..estimate.model_size import ModelSize
+from .metrics import Metrics, Stopwatch
 
 
 class LoggedStep(Protocol):
@@ -64,7 +65,7 @@ class ProgressLog:
         tokens_read: int,
     ) -> None:
         self._metrics, self._budget, self._terms, self._utilisation = metrics, budget, terms, utilisation
-        self._clock = Clock(budget.steps - step)
+        self._stopwatch = Stopwatch(budget.steps - step)
         self._tokens_read = tokens_read
         self._results: list[LoggedStep] = []
 
@@ -79,7 +80,7 @@ class ProgressLog:
         """
         results, self._results = self._results, []
         read, self._tokens_read = tokens_read - self._tokens_read, tokens_read
-        rate, seconds_left = self._clock.lap(len(results), read)
+        rate, seconds_left = self._stopwatch.lap(len(results), read)
         line: dict[str, Any] = {
             "step": step,
             "tokens": step * self._budget.tokens_per_step,

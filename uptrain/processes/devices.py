@@ -99,7 +99,7 @@ def refuse_untested_optimizer(settings: UptrainSettings, sharded: bool) -> None:
 
 
 class StopRequested(Exception):
-    """Raised to give work up because a process should stop; weights, optimizer and random state are as before it."""
+    """Raised to give work up because a process should stop. Weights, optimizer and random state are as before it."""
 
 
 def on_any_process(accelerator: Accelerator, flag: bool) -> bool:
@@ -118,7 +118,7 @@ def has_fast_bf16(cpu: bool) -> bool:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 operations per second that the maker promises; None for a device that is not in the table."""
+    """Look up the dense bf16 operations per second that the maker promises, if the device is in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

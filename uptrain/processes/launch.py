@@ -29,7 +29,7 @@ _SECONDS_TO_SAVE = 600
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over processes.
+    """The processes of a run.
 
     Attributes:
         sharded: they share the weights (FSDP).
@@ -147,7 +147,7 @@ def launch(file: Path, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _passing_signals_on(group: int) -> Iterator[list[int]]:
-    """While open, pass stop signals on to a group of processes as SIGTERM; yields the list of those that came."""
+    """While open, pass stop signals on to a group of processes as SIGTERM, and collect those that came."""
     passed: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -110,11 +110,11 @@ class TrainingRun:
         return result
 
     def _current_progress(self) -> Progress:
-        """Note how far the run has come. A step that is given up has drawn its batch, so this is noted before it."""
+        """Note the progress. It is noted before each step, because a step that is given up has drawn its batch."""
         return Progress(self.step, self.mixture.positions(), self._spikes.losses, self.adjusted)
 
     def _is_due(self, every: int) -> bool:
-        """True at the last step and every so many steps; 0 means at the last step alone."""
+        """True at the last step and every so many steps, where 0 means at the last step alone."""
         return self.step == self.budget.steps or bool(every and self.step % every == 0)
 
     def _student(self) -> Any:

@@ -66,7 +66,7 @@ def open_run(
     from_scratch: bool = False,
     trust_remote_code: bool = False,
 ) -> OpenedRun:
-    """Open and check everything, the cheap checks first; nothing is written.
+    """Open and check everything, the cheap checks first, and write nothing.
 
     Raises:
         UsageError, UnsupportedError, DataError, CheckpointError: something does not fit.

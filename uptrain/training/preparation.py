@@ -8,7 +8,7 @@ from accelerate.utils import set_seed
 
 from ...console import info
 from ..data.mixture import Mixture
-from ..estimate.cost import ModelSize
+from ..estimate.model_size import ModelSize
 from ..loss.chunked import attach_chunked_loss
 from ..loss.hidden_states import LayerOutputs, refuse_unlike_layers
 from ..models.dropout import keep_all_layers
@@ -87,7 +87,7 @@ def _utilisation(opened: OpenedRun, teacher: Teacher | None) -> FlopsUtilisation
 def _modify_student(opened: OpenedRun, teacher: Teacher | None) -> None:
     """Attach the loss, and apply what changes the student's code or modules."""
     student, settings = opened.model, opened.settings
-    # a process that skipped a layer would wait forever for its gradients; and layers are compared one by one
+    # processes wait for the gradients of every layer, and hidden states are compared layer by layer
     needs_all_layers = opened.accelerator.num_processes > 1 or settings.hidden_weight > 0
     if needs_all_layers and keep_all_layers(student):
         info("Layer drop is off: several processes and --hidden-weight need every layer in every step.")

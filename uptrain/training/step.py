@@ -44,7 +44,7 @@ class StepResult:
 
 
 _PATIENCE_SECONDS = 2.0
-"""After a signal, a step that ends within this time is finished; a longer one is given up."""
+"""After a signal, a step that ends within this time is finished, and a longer one is given up."""
 
 
 class Stepper:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 import json
 import shutil
 import sys
@@ -17,10 +17,10 @@ import torch
 import transformers
 from headfold.checkpoint import modelling
 from headfold.checkpoint.load import load_config, load_language_model
-from headfold.checkpoint.modelling import OWN_TYPES, modeling_headfold_bart, modeling_headfold_t5
+from headfold.checkpoint.modelling import OWN_TYPES
 from headfold.convert.check import check_checkpoint
-from headfold.convert.family.refusals import REFUSED
 from headfold.convert.inspect import inspect_checkpoint
+from headfold.convert.family.refusals import REFUSED
 from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS, RUNS
 from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
@@ -393,16 +393,16 @@ def test_inspect_names_the_type_that_it_becomes(model_type: str, tmp_path: Path)
 def test_code_that_is_not_ours_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
     out = convert_checkpoint(save("t5", tmp_path / "source"), tmp_path / "out", groups=2)
     load_language_model(out)  # the type is known to the Auto classes from here on
-    file = out / "modeling_headfold_t5.py"
+    file = out / "modeling_headfold_encoder_decoder.py"
     file.write_text(file.read_text() + "\nHeadfoldT5ForConditionalGeneration.changed = True\n")
     again = tmp_path / "again"
     for use in (load_config, load_language_model, check_checkpoint, lambda at: convert_checkpoint(at, again, groups=1)):
-        with pytest.raises(UnsupportedError, match="not the file that this version of headfold writes"):
+        with pytest.raises(UnsupportedError, match="not a file that this version of headfold"):
             use(out)
     assert not again.exists()
     assert load_language_model(out, trust_remote_code=True).changed
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"lacks modeling_headfold_t5\.py"):
+    with pytest.raises(CheckpointError, match=r"lacks modeling_headfold_encoder_decoder\.py"):
         load_language_model(out)
 
 
@@ -420,13 +420,29 @@ def test_a_missing_weight_is_an_error_of_the_class_itself(model_type: str, tmp_p
         load_language_model(out)
 
 
-def test_parts_that_both_files_have_are_the_same_in_both() -> None:
-    """Each must stand alone beside the weights, so neither can import the other's."""
-    t5, bart = modeling_headfold_t5, modeling_headfold_bart
-    for name in ("attend", "forbidding", "require_columns", "refuse_unknown", "_loss"):
-        assert inspect.getsource(getattr(t5, name)) == inspect.getsource(getattr(bart, name)), name
-    loads = [kind.from_pretrained for kind in (t5.HeadfoldT5PreTrainedModel, bart.HeadfoldBartPreTrainedModel)]
-    assert inspect.getsource(loads[0]) == inspect.getsource(loads[1])
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_a_file_of_an_earlier_version_is_ours_and_comes_along(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote a file for each type, which config.json names."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    out = convert_checkpoint(save(model_type, tmp_path / "source"), tmp_path / "out", groups=2)
+    own, earlier = OWN_TYPES[f"headfold_{model_type}"], out / f"modeling_headfold_{model_type}.py"
+    expected = logits(load_language_model(out).eval())
+    earlier.write_bytes((out / own.file_name).read_bytes() + b"\n# as it was\n")
+    (out / own.file_name).unlink()
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace(own.module, earlier.stem))
+    with pytest.raises(UnsupportedError, match=f"{earlier.name} is not a file that this version"):
+        load_language_model(out)
+    monkeypatch.setattr(modelling, "EARLIER", {hashlib.sha256(earlier.read_bytes()).hexdigest()})
+    assert torch.equal(logits(load_language_model(out).eval()), expected)
+    again = convert_checkpoint(out, tmp_path / "again", groups=1)
+    assert (again / earlier.name).read_bytes() == earlier.read_bytes()
+    assert not (again / own.file_name).exists()
+    mine = load_language_model(again).eval()
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(again, trust_remote_code=True).eval()
+    assert torch.equal(logits(mine), logits(theirs))
 
 
 def test_the_versions_in_the_messages_are_those_in_the_files() -> None:

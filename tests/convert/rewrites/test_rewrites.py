@@ -48,7 +48,7 @@ ALL = pytest.mark.parametrize("route", ROUTES)
 
 
 def _keys_and_values(model: Any) -> Iterator[Tensor]:
-    """Every tensor of keys or of values as (heads, …), sharing its memory with the model."""
+    """Yield every tensor of keys or of values as (heads, …), sharing its memory with the model."""
     for name, tensor in model.named_parameters():
         side = name.split(".")[-2]
         if side in ("k_proj", "v_proj"):
@@ -64,7 +64,7 @@ def _keys_and_values(model: Any) -> Iterator[Tensor]:
 
 
 def with_equal_heads(route: str, *, tile: bool = False) -> Any:
-    """The route's source type, all heads of a group alike; ``tile`` makes head h and h + G alike instead."""
+    """Build the route's source with equal heads in each group. ``tile`` makes heads h and h + G equal instead."""
     model_type, over, _, groups = ROUTES[route]
     model = tiny_model(model_type, HEADS, **over)
     changed = 0
@@ -100,7 +100,7 @@ def test_equal_heads_merge_exactly(route: str, method: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("route", ["pythia", "redpajama", "gptj", "gpt2-two", "bloom", "mpt"])
-def test_gq048_control_heads_equal_in_the_wrong_order_do_not(route: str, tmp_path: Path) -> None:
+def test_control_heads_equal_in_the_wrong_order_do_not_merge(route: str, tmp_path: Path) -> None:
     model = with_equal_heads(route, tile=True)
     assert difference(model, load_language_model(_convert(model, route, tmp_path)).eval()) > 1e-2
 
@@ -162,7 +162,7 @@ def test_the_record_and_the_dry_run_say_what_becomes_of_it(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("route", ["gpt2", "gpt2-two"])
-def test_how_to_generate_is_kept_where_config_json_alone_says_it(route: str, tmp_path: Path) -> None:
+def test_generation_settings_survive_where_config_json_alone_has_them(route: str, tmp_path: Path) -> None:
     source, said = tmp_path / "source", {"forced_eos_token_id": 7, "suppress_tokens": [9], "max_length": 40}
     with_equal_heads(route).save_pretrained(source)
     (source / "generation_config.json").unlink()
@@ -177,7 +177,7 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(route: str, tmp
     assert written[0][0][-1] == 7
 
 
-def test_gq042_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
+def test_falcon_changes_one_word_of_its_config(tmp_path: Path) -> None:
     out = _convert(with_equal_heads("falcon-rw"), "falcon-rw", tmp_path)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "source", out))
     assert after == {**before, "multi_query": True}
@@ -200,7 +200,7 @@ def test_numbers_of_groups_that_no_class_can_have_are_refused(route: str, groups
 
 
 def _save_with_words(model: Any, folder: Path, text: str) -> Path:
-    """A checkpoint with a tokenizer of the words of ``text``."""
+    """Save a checkpoint with a tokenizer whose vocabulary is the words of ``text``."""
     model.save_pretrained(folder)
     vocabulary = {word: number for number, word in enumerate(["<eos>", "<unk>", *dict.fromkeys(text.split())])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -213,7 +213,7 @@ def _save_with_words(model: Any, folder: Path, text: str) -> Path:
     "route", ["pythia", "redpajama", "gpt2", "falcon-rw", "gpt2-two", "opt-350m", "gpt_neo", "bloom"]
 )
 def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, tmp_path: Path, text_file: Path) -> None:
-    """Folded with text and refined is nearer to the source than mean is; nothing is left beside the result."""
+    """Folding and refining on text comes nearer to the source than the mean, and leaves no other folder behind."""
     model = tiny_model(ROUTES[route][0], HEADS, **ROUTES[route][1])
     words = " ".join(json.loads(line)["text"] for line in text_file.read_text().splitlines())
     source = _save_with_words(model, tmp_path / "source", words)
@@ -227,7 +227,7 @@ def test_calibration_and_refinement_run_the_source_as_its_new_type(route: str, t
 
 
 def test_statistics_serve_every_number_of_groups_although_the_types_differ(tmp_path: Path, text_file: Path) -> None:
-    """GPT-2 becomes GPTBigCode with one group and our own type with two; the layers of both read the same."""
+    """GPT-2 becomes GPTBigCode with one group and our own type with two. Their layers read the same states."""
     words = " ".join(json.loads(line)["text"] for line in text_file.read_text().splitlines())
     source = _save_with_words(tiny_model("gpt2"), tmp_path / "source", words)
     calibration = calibration_text(
@@ -244,7 +244,7 @@ def test_statistics_serve_every_number_of_groups_although_the_types_differ(tmp_p
 
 
 def _byte_level(folder: Path, kind: type[Any], *, tokenizer_json: bool, **settings: Any) -> None:
-    """A byte-level tokenizer in ``folder``, in the files that old checkpoints have."""
+    """Write a byte-level tokenizer into ``folder``, in the files that old checkpoints have."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|padding|>", *alphabet, "lo", "Ġw"]
     (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
@@ -272,8 +272,8 @@ def test_the_tokenizer_still_matches(route: str, named: bool, tokenizer_json: bo
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
-def test_a_tokenizer_whose_class_is_no_more_still_matches(tmp_path: Path) -> None:
-    """BLOOM's name one that transformers 5 does not have; it takes tokenizer.json then."""
+def test_a_tokenizer_whose_class_was_removed_still_matches(tmp_path: Path) -> None:
+    """BLOOM names a class that transformers 5 does not have, so tokenizer.json is read."""
     source, text = tmp_path / "source", "Hello world,\n  low <|endoftext|>é"
     with_equal_heads("bloom").save_pretrained(source)
     _byte_level(source, GPT2Tokenizer, tokenizer_json=True, tokenizer_class="BloomTokenizerFast")
@@ -283,7 +283,7 @@ def test_a_tokenizer_whose_class_is_no_more_still_matches(tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_that_would_change_is_refused(tmp_path: Path) -> None:
-    """GPT-NeoX's class normalises text whatever tokenizer.json says; the result's class follows that file."""
+    """GPT-NeoX's class normalises text whatever tokenizer.json says. The result's class follows that file."""
     source = tmp_path / "source"
     with_equal_heads("redpajama").save_pretrained(source)
     _byte_level(source, GPT2Tokenizer, tokenizer_json=True)
@@ -299,7 +299,7 @@ def test_a_tokenizer_that_would_change_is_refused(tmp_path: Path) -> None:
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max"),
     ],
 )
-def test_types_without_a_route_are_refused_by_reason(
+def test_types_without_a_route_are_refused_with_the_reason(
     model_type: str, over: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     tiny_model(model_type, **over).save_pretrained(tmp_path / "source")
@@ -308,7 +308,7 @@ def test_types_without_a_route_are_refused_by_reason(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_encoder_decoder_without_a_route_is_refused_by_reason(tmp_path: Path) -> None:
+def test_an_encoder_decoder_without_a_route_is_refused_with_the_reason(tmp_path: Path) -> None:
     source = tmp_path / "whisper"
     source.mkdir()
     (source / "config.json").write_text(

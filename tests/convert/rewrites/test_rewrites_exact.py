@@ -79,7 +79,7 @@ def save(model: Any, folder: Path) -> Path:
 
 
 def rewrite(source: Path, out: Path, target: str | None = None) -> Path:
-    """With all heads, as the type named or as the first that there is."""
+    """Rewrite with all heads, as the type named or as the first one possible."""
     out.mkdir()
     return materialise(_rewritten(Checkpoint.open(source), target), out)
 
@@ -91,7 +91,7 @@ def _rewritten(checkpoint: Checkpoint, target: str | None = None) -> RewrittenCh
 
 
 def left_padded_difference(model: Any, other: Any) -> float:
-    """The same for a batch with left padding, with the positions that ``generate`` gives."""
+    """Compare a batch with left padding, with the positions that ``generate`` gives."""
     ids_BT = torch.randint(5, 200, (2, 20), generator=torch.Generator().manual_seed(2))
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[1, :7] = 0
@@ -110,13 +110,13 @@ def _takes_positions(model: Any) -> bool:
 
 
 def difference(model: Any, other: Any) -> float:
-    """Largest difference of logits, relative to the largest logit."""
+    """Return the largest difference of logits, relative to the largest logit."""
     mine, theirs = logits_of(model).float(), logits_of(other).float()
     return ((mine - theirs).abs().max() / mine.abs().max()).item()
 
 
 @pytest.mark.parametrize(("model_type", "target", "over"), VARIANTS)
-def test_all_heads_kept_gives_the_source_s_logits(
+def test_with_all_heads_the_logits_are_the_source_s(
     model_type: str, target: str, over: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_model(model_type, **over)
@@ -126,7 +126,7 @@ def test_all_heads_kept_gives_the_source_s_logits(
     assert left_padded_difference(model, made) < 1e-5
 
 
-def test_every_route_is_tried() -> None:
+def test_every_route_has_a_variant() -> None:
     assert {model_type for model_type, _, _ in VARIANTS} == set(ROWS)
     assert {model_type for model_type, target, _ in VARIANTS if target == OWN} == {
         "gpt2",
@@ -138,13 +138,13 @@ def test_every_route_is_tried() -> None:
 
 
 def _all_q_then_all_k(rows: torch.Tensor, *counts: int) -> torch.Tensor:
-    """The layout that NeoX and CodeGen do not have."""
+    """Split into a layout that NeoX and CodeGen do not have."""
     split = rows.reshape(*reversed(counts), -1, *rows.shape[1:])
     return split.transpose(0, 1) if len(counts) > 1 else split
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "codegen"])
-def test_gq041_control_a_flat_split_of_fused_rows_is_noticed(
+def test_control_a_flat_split_of_fused_rows_is_noticed(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(model_type)
@@ -175,7 +175,7 @@ def test_control_a_norm_that_is_not_folded_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model_type", "over"), [("gpt_neox", {}), ("gpt_neox", {"use_parallel_residual": False})])
 def test_folding_in_16_bits_rounds_once(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
-    """Folded in float32 and stored in bf16: as far from the exact model as rounding its own weights takes it."""
+    """Folding is computed in float32, so storing in bf16 costs no more than rounding the source's own weights."""
     exact = tiny_model(model_type, **over)
     half = tiny_model(model_type, **over).to(torch.bfloat16)
     out = rewrite(save(half, tmp_path / "source"), tmp_path / "out")
@@ -214,7 +214,7 @@ def test_shards_keep_their_borders_and_old_buffers_are_left_out(tmp_path: Path) 
     assert difference(model, load_language_model(out).eval()) < 1e-5
 
 
-def test_gq043_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
+def test_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     source = save(model, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
@@ -279,7 +279,7 @@ def test_every_rotary_dim_comes_back_from_its_share() -> None:
         ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": LINEAR}, "stretches its rotary positions"),
     ],
 )
-def test_settings_without_a_route_are_refused_by_reason(
+def test_settings_without_a_route_are_refused_with_the_reason(
     model_type: str, over: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     source = save(tiny_model(model_type, **over), tmp_path / "source")
@@ -336,7 +336,7 @@ def test_tensors_that_contradict_the_config_are_refused(damage: Any, message: st
         ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 7}}),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(model_type: str, damage: dict[str, Any], tmp_path: Path) -> None:
+def test_an_impossible_config_is_refused(model_type: str, damage: dict[str, Any], tmp_path: Path) -> None:
     source = save(
         tiny_model(model_type, **({"word_embed_proj_dim": 64} if model_type == "opt" else {})), tmp_path / "m"
     )

@@ -1,4 +1,4 @@
-"""What a rewrite writes gives the same logits in transformers 4.57, installed beside the tests' own version."""
+"""A rewritten checkpoint gives the same logits in transformers 4.57, installed beside the tests' own version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headfold.convert.run import convert_checkpoint
 from tiny import PAIRS, logits_of, tiny_model, tiny_pair
 
 OLD = ["transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface-hub>=0.34,<1.0"]
-"""The last release of version 4, and the two packages that it wants older than version 5 does."""
+"""The last release of version 4, and the two packages of which it needs older releases than version 5."""
 _LOGITS = """
 import json
 import sys
@@ -56,9 +56,9 @@ ROUTES: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="session")
 def old_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with transformers 4.57, to be put in front of the module path; HEADFOLD_TRANSFORMERS_4 may name one."""
-    kept = os.environ.get("HEADFOLD_TRANSFORMERS_4")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("transformers4")
+    """Install transformers 4.57 into a folder for the module path. HEADFOLD_TRANSFORMERS_4 may name one that has it."""
+    named = os.environ.get("HEADFOLD_TRANSFORMERS_4")
+    folder = Path(named) if named else tmp_path_factory.mktemp("transformers4")
     if (folder / "transformers").exists():
         return folder
     done = _pip("install", "--target", str(folder), *OLD)
@@ -76,7 +76,7 @@ def _pip(action: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def _old_answers(
     old: Path, folders: list[Path], ids: torch.Tensor, mask: torch.Tensor, scratch: Path
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Of each folder the logits and, where its class is our own, what it writes with and without a cache."""
+    """Return each folder's logits and, if its class is our own, the text it writes with and without a cache."""
     torch.save((ids, mask), scratch / "ids.pt")
     environment = {
         **os.environ,

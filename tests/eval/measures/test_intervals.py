@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from headfold.eval.measures import intervals
 from headfold.eval.measures.intervals import Estimate, ratio_estimate
+from headfold.eval.results import ReportedEstimate
 
 
 def test_value_is_the_ratio_of_sums_and_lies_inside():
@@ -38,9 +39,9 @@ def test_pairing_narrows_the_interval():
     assert paired.low < 0.1 < paired.high + 0.01
 
 
-def test_map_and_json():
+def test_an_estimate_can_be_mapped_and_reported():
     assert Estimate(0.0, -1.0, 1.0).map(math.exp) == Estimate(1.0, math.exp(-1), math.exp(1))
-    assert Estimate(1.0, math.nan, math.inf).as_dict() == {"value": 1.0, "low": None, "high": None}
+    assert Estimate(1.0, math.nan, math.inf).reported() == ReportedEstimate(value=1.0, low=None, high=None)
 
 
 def test_intervals_cover(monkeypatch):
@@ -61,7 +62,7 @@ def test_treating_tokens_as_independent_would_not_cover():
     draw = np.random.default_rng(3)
     held = 0
     for _ in range(200):
-        nats_DN = draw.normal(3, 0.4, (30, 1)) + draw.normal(0, 0.1, (30, 50))
-        deviation = nats_DN.std() / math.sqrt(nats_DN.size)
-        held += abs(nats_DN.mean() - 3) <= 1.96 * deviation
+        nats_BN = draw.normal(3, 0.4, (30, 1)) + draw.normal(0, 0.1, (30, 50))
+        deviation = nats_BN.std() / math.sqrt(nats_BN.size)
+        held += abs(nats_BN.mean() - 3) <= 1.96 * deviation
     assert held < 100

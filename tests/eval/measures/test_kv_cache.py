@@ -10,15 +10,15 @@ from headfold.eval.measures.kv_cache import (
     cache_formula,
     measure_cache,
     measure_decoding,
-    spread,
 )
+from headfold.eval.results import RepeatSpread
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gq107_cache_bytes_fall_with_the_heads(kv_heads, dtype):
+def test_cache_bytes_fall_with_the_kv_heads(kv_heads, dtype):
     model = tiny_llama(kv_heads=kv_heads).to(dtype)
     found = measure_cache(model)
     assert found.bytes_per_token == 2 * 2 * kv_heads * 8 * dtype.itemsize  # keys and values, layers, heads, head dim
@@ -81,8 +81,8 @@ def test_models_take_turns():
     assert order == ([0] * 5 + [1] * 5) * 3 * 4  # per point: one run untimed, two timed
 
 
-def test_spread():
-    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+def test_timings_are_reported_as_median_and_range():
+    assert RepeatSpread.of([3.0, 1.0, 2.0]) == RepeatSpread(median=2.0, min=1.0, max=3.0)
 
 
 def test_no_cache_to_measure(monkeypatch):

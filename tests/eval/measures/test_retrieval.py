@@ -11,10 +11,10 @@ from headfold.eval.measures.retrieval import (
     NEEDLE,
     NeedleSettings,
     default_lengths,
-    fitting,
-    gains,
-    hide,
-    retrieve,
+    drop_long_texts,
+    hide_passages,
+    mean_gains,
+    score_retrieval,
 )
 from headfold.eval.scoring.windows import TokenDocument
 from torch import nn
@@ -48,43 +48,45 @@ def text(tokens: int, vocab: int = 500) -> list[TokenDocument]:
 
 def test_a_model_that_copies_finds_everything_and_one_that_cannot_finds_nothing():
     settings = NeedleSettings(passages=2, lengths=(128, 160), depths=(0.0, 0.5, 1.0))
-    hidden = hide(text(2000), settings)
-    found = retrieve(Copier(500), hidden, batch_size=3)
+    hidden = hide_passages(text(2000), settings)
+    found = score_retrieval(Copier(500), hidden, batch_size=3)
     assert [one.length for one in found] == [128, 160]
     for one in found:
-        assert torch.tensor(one.found_LD).shape == (2, 3)
-        assert torch.allclose(torch.tensor(one.found_LD), torch.ones(2, 3))
-        assert gains(one) == pytest.approx(6.2146, abs=1e-3)  # ln 500 without the needle, next to nothing with it
-    random = retrieve(tiny_llama(vocab=500, positions=256), hidden)
-    assert max(abs(gains(one)).max() for one in random) < 1
+        assert torch.tensor(one.found_share).shape == (2, 3)
+        assert torch.allclose(torch.tensor(one.found_share), torch.ones(2, 3))
+        assert mean_gains(one) == pytest.approx(6.2146, abs=1e-3)  # ln 500 without the needle, next to nothing with it
+    random = score_retrieval(tiny_llama(vocab=500, positions=256), hidden)
+    assert max(abs(mean_gains(one)).max() for one in random) < 1
 
 
 def test_every_sequence_has_its_length_and_the_needle_where_it_says():
     settings = NeedleSettings(passages=3, lengths=(128,), depths=(0.0, 0.5, 1.0))
     documents = text(2000)
-    for one in hide(documents, settings):
-        *with_needle, without = one.ids_DT
-        assert {len(ids) for ids in one.ids_DT} == {128}
+    for one in hide_passages(documents, settings):
+        *with_needle, without = one.sequences
+        assert {len(ids) for ids in one.sequences} == {128}
         needle = without[-NEEDLE:]
         places = [next(n for n in range(128) if ids[n : n + NEEDLE] == needle) for ids in with_needle]
         assert places == [0, 32, 64]
         assert all(ids[-NEEDLE:] == needle for ids in with_needle)
         assert all(without[n : n + NEEDLE] != needle for n in range(128 - NEEDLE))  # nowhere but at the end
-    assert [one.ids_DT for one in hide(documents, settings)] == [one.ids_DT for one in hide(documents, settings)]
+    assert [one.sequences for one in hide_passages(documents, settings)] == [
+        one.sequences for one in hide_passages(documents, settings)
+    ]
     assert CUE + ANSWER == NEEDLE
 
 
 def test_bos_stands_first_where_documents_have_it():
     (document,) = random_documents([600], vocab=400)
     with_bos = [TokenDocument("a", [399, *document.ids], 1, bos=True)]
-    for one in hide(with_bos, NeedleSettings(passages=1, lengths=(128,))):
-        assert all(ids[0] == 399 and len(ids) == 128 for ids in one.ids_DT)
+    for one in hide_passages(with_bos, NeedleSettings(passages=1, lengths=(128,))):
+        assert all(ids[0] == 399 and len(ids) == 128 for ids in one.sequences)
 
 
 def test_lengths_that_cannot_be_are_left_out_and_said(capsys):
-    assert hide(text(200), NeedleSettings(passages=1, lengths=(128,))) == []
+    assert hide_passages(text(200), NeedleSettings(passages=1, lengths=(128,))) == []
     assert "128 tokens" in capsys.readouterr().err
-    assert fitting(NeedleSettings(lengths=(128, 512)), 256).lengths == (128,)
+    assert drop_long_texts(NeedleSettings(lengths=(128, 512)), 256).lengths == (128,)
     assert "256 at most" in capsys.readouterr().err
     assert default_lengths(512) == (128, 512)
     assert default_lengths(64) == ()

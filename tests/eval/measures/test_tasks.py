@@ -52,13 +52,13 @@ def test_a_local_task_is_answered_as_the_models_logits_say(save, text_file, task
     results = compare(folders[0], folders[1:], out=tmp_path / "report", settings=settings)
     before, after = (accuracy(model) for model in models)
     assert before != after
-    for row, expected in zip((model["tasks"][0] for model in results["models"]), (before, after), strict=True):
-        assert (row["task"], row["measure"], row["questions"]) == ("next_word", "acc", 12)
-        assert row["mean"]["value"] == pytest.approx(sum(expected) / 12)
-        assert row["standard_error"] == pytest.approx(torch.tensor(expected).std().item() / 12**0.5)
-    (paired,) = results["models"][1]["against_source"]["tasks"]
-    assert paired["difference"]["value"] == pytest.approx((sum(after) - sum(before)) / 12)
-    assert paired["difference"]["low"] < paired["difference"]["value"] < paired["difference"]["high"]
+    for row, expected in zip((model.tasks[0] for model in results.models), (before, after), strict=True):
+        assert (row.task, row.measure, row.questions) == ("next_word", "acc", 12)
+        assert row.mean.value == pytest.approx(sum(expected) / 12)
+        assert row.standard_error == pytest.approx(torch.tensor(expected).std().item() / 12**0.5)
+    (paired,) = results.models[1].against_source.tasks
+    assert paired.difference.value == pytest.approx((sum(after) - sum(before)) / 12)
+    assert paired.difference.low < paired.difference.value < paired.difference.high
     assert "next_word: acc" in (tmp_path / "report" / "report.md").read_text()
 
 

@@ -7,7 +7,7 @@ import pytest
 from eval_models import tiny_llama, word_tokenizer
 from headfold.errors import UsageError
 from headfold.eval.compare import compare
-from headfold.eval.report.merge import gather
+from headfold.eval.report.merge import read_and_merge
 from headfold.eval.report.sweep import SweepRow, write_tradeoff
 from headfold.eval.report.write import rebuild_report
 from headfold.eval.settings import EvalSettings
@@ -34,13 +34,13 @@ def test_two_comparisons_become_what_one_would_have_been(run, models, tmp_path):
     source, one, two = models
     (Path(one) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "convert"}]}))
     (Path(two) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "uptrain"}]}))
-    together = gather([run("all", models)])
-    merged = gather([run("first", [source, one]), run("second", [source, two])])
-    assert merged["models"] == together["models"]  # what uptraining won back of the other run's conversion included
-    assert merged["models"][2]["against_source"]["recovered"] is not None or (
-        merged["models"][1]["perplexity"]["value"] < merged["models"][0]["perplexity"]["value"]
+    together = read_and_merge([run("all", models)])
+    merged = read_and_merge([run("first", [source, one]), run("second", [source, two])])
+    assert merged.models == together.models  # what uptraining recovered of the other run's conversion included
+    assert merged.models[2].against_source.recovered is not None or (
+        merged.models[1].perplexity.value < merged.models[0].perplexity.value
     )
-    assert merged["command"] == "eval first\neval second"
+    assert merged.command == "eval first\neval second"
     rebuild_report(merged, tmp_path / "merged")
     page = (tmp_path / "merged" / "report.html").read_text()
     assert "two against source" in page
@@ -48,8 +48,8 @@ def test_two_comparisons_become_what_one_would_have_been(run, models, tmp_path):
 
 def test_a_model_in_both_is_shown_once(run, models):
     source, one, two = models
-    merged = gather([run("first", [source, one, two]), run("second", [source, one])])
-    assert [model["name"] for model in merged["models"]] == ["source", "two", "one"]
+    merged = read_and_merge([run("first", [source, one, two]), run("second", [source, one])])
+    assert [model.name for model in merged.models] == ["source", "two", "one"]
 
 
 def test_what_cannot_be_compared_is_not_merged(run, models, tmp_path):
@@ -64,27 +64,28 @@ def test_what_cannot_be_compared_is_not_merged(run, models, tmp_path):
         (second / "results.json").write_text(json.dumps(changed))
 
     write()
-    assert len(gather([first, second])["models"]) == 2
+    assert len(read_and_merge([first, second]).models) == 2
     unlike = {"window": 16, "stride": 3, "dtype": "bfloat16", "device": "cuda", "vocab": 31, "attention": "eager"}
-    unlike |= {"decode": {"repeats": 9}, "needle": {"passages": 9}}
+    made = content["protocol"]
+    unlike |= {"decode": {**made["decode"], "repeats": 9}, "needle": {**made["needle"], "passages": 9}}
     for name, value in unlike.items():
         write(**{name: value})
         with pytest.raises(UsageError, match=f"{name} differ"):
-            gather([first, second])
+            read_and_merge([first, second])
     write(ids_sha256="other")
     with pytest.raises(UsageError, match="tokens scored differ"):
-        gather([first, second])
+        read_and_merge([first, second])
     write({"digest": "other"})
     with pytest.raises(UsageError, match="source differ"):
-        gather([first, second])
+        read_and_merge([first, second])
 
 
 def test_the_curve_of_a_sweep_joins_the_page(run, models, tmp_path):
     (tmp_path / "sweep").mkdir()
     rows = [SweepRow("source", 4, 1024.0, 20.0, 19.0, 21.0, 0.0), SweepRow("mean", 2, 512.0, 30.0, 29.0, 31.0, 1.0)]
     write_tradeoff(rows, tmp_path / "sweep", {"checkpoint": "source"})
-    merged = gather([tmp_path / "sweep", run("first", models[:2])])
+    merged = read_and_merge([tmp_path / "sweep", run("first", models[:2])])
     rebuild_report(merged, tmp_path / "page")
     assert "What each number of KV heads costs" in (tmp_path / "page" / "report.html").read_text()
     with pytest.raises(UsageError, match="no results of headfold eval"):
-        gather([tmp_path / "sweep"])
+        read_and_merge([tmp_path / "sweep"])

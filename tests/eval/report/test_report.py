@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -16,17 +15,11 @@ from pathlib import Path
 
 import pytest
 from headfold.errors import DataError, UsageError
-from headfold.eval.report.format import change, number, percent, verdict
-from headfold.eval.report.merge import gather
-from headfold.eval.report.write import (
-    final_loss,
-    html,
-    markdown,
-    print_report,
-    read_results,
-    rebuild_report,
-    write_report,
-)
+from headfold.eval.report.format import change, number, percent
+from headfold.eval.report.merge import read_and_merge
+from headfold.eval.report.verdict import final_loss, verdict
+from headfold.eval.report.write import html, markdown, print_report, rebuild_report, write_report
+from headfold.eval.results import Comparison, read_results
 
 
 def estimate(value: float, spread: float = 0.1) -> dict[str, float]:
@@ -131,7 +124,8 @@ def pair(ratio: float) -> dict:
 
 
 @pytest.fixture
-def results() -> dict:
+def content() -> dict:
+    """The content of a results.json."""
     source, converted, uptrained = (
         model("mha", "source", 28.71, 8192),
         model("gqa-2", "converted", 172.9, 2048),
@@ -177,6 +171,11 @@ def results() -> dict:
     }
 
 
+@pytest.fixture
+def results(content) -> Comparison:
+    return Comparison.model_validate(content)
+
+
 class Page(HTMLParser):
     """What a browser would fetch, the text it would show, and what is not closed."""
 
@@ -186,7 +185,7 @@ class Page(HTMLParser):
         super().__init__()
         self.fetched: list[str] = []
         self.ids: list[str] = []
-        self.spoken: list[str] = []
+        self.alt_texts: list[str] = []
         self.text = ""
         self.open: list[str] = []
         self.feed(page)
@@ -196,7 +195,7 @@ class Page(HTMLParser):
         self.fetched += [named[key] for key in ("src", "href", "data", "poster", "action") if named.get(key)]
         self.ids += [named["id"]] if "id" in named else []
         if named.get("role") == "img":
-            self.spoken.append(named["aria-label"])
+            self.alt_texts.append(named["aria-label"])
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -216,13 +215,13 @@ def test_page_is_whole_and_loads_nothing(results):
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
     assert len(set(parsed.ids)) == len(parsed.ids)
     assert {target[1:] for target in parsed.fetched} <= set(parsed.ids)
-    assert len(parsed.spoken) == PLOTS
-    assert "28.71" in parsed.spoken[0]
+    assert len(parsed.alt_texts) == PLOTS
+    assert "28.71" in parsed.alt_texts[0]
     assert "prefers-color-scheme: dark" in page
     assert "viewport" in page
 
 
-def test_page_shows_the_numbers_of_the_results(results):
+def test_page_shows_the_numbers_of_the_results(results, content):
     text = Page(html(results)).text.replace("\u00a0", " ")
     for shown in (
         "28.71",
@@ -259,24 +258,24 @@ def test_page_shows_the_numbers_of_the_results(results):
     assert "headfold eval mha gqa-2 gqa-2-up --data 'a & b'" in text
     assert "bad <b>.py" in text  # a name is text, never markup
     assert "def <i>read(self, size" in text
-    results["models"][2]["perplexity"]["value"] = 36.66
-    assert "36.66" in Page(html(results)).text
+    content["models"][2]["perplexity"]["value"] = 36.66
+    assert "36.66" in Page(html(Comparison.model_validate(content))).text
 
 
-def test_no_record_no_recovery_plot(results):
-    results["models"][2]["recovery"] = []
-    page = html(results)
+def test_no_record_no_recovery_plot(content):
+    content["models"][2]["recovery"] = []
+    page = html(Comparison.model_validate(content))
     assert page.count("<svg") == PLOTS - 1
     assert "No plot of recovery" in page
 
 
-def test_markdown_has_the_same_cells(results):
-    results["models"][1]["name"] = "a|b"
-    text = markdown(results)
+def test_markdown_has_the_same_cells(content):
+    content["models"][1]["name"] = "a|b"
+    text = markdown(Comparison.model_validate(content))
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert all(re.sub(r"\\\|", "", line).count("|") == 5 for line in table)
     assert "35.43 [31.89, 38.97]" in text
-    assert results["command"] in text
+    assert content["command"] in text
 
 
 def test_verdict_is_about_the_last_model(results):
@@ -285,36 +284,49 @@ def test_verdict_is_about_the_last_model(results):
         "gqa-2-up: perplexity +23.4 % [+22.2, +24.6 %] against the source, with a KV cache 4 times smaller"
     )
     assert "1.50× the speed (batch 8)" in said
-    assert "won back 88 % [87, 89 %] of the log-perplexity that gqa-2 had lost" in said
-    alone = copy.deepcopy(results)
-    del alone["models"][1:]
+    assert "recovered 88 % [87, 89 %] of the log-perplexity that gqa-2 had lost" in said
+    alone = results.model_copy(update={"models": results.models[:1]})
     assert verdict(alone) == "mha has a perplexity of 28.71 [25.84, 31.58]."
     assert html(alone)
 
 
 def test_the_loss_that_counts_is_that_of_the_last_model(results):
-    last = results["models"][-1]["against_source"]["perplexity_ratio"]["value"]
+    converted, last = (model.against_source.perplexity_ratio.value for model in results.others)
     assert final_loss(results) == pytest.approx(last - 1)
-    assert final_loss(results) != pytest.approx(results["models"][1]["against_source"]["perplexity_ratio"]["value"] - 1)
-    results["models"] = results["models"][:1]
-    assert final_loss(results) == 0
+    assert final_loss(results) != pytest.approx(converted - 1)
+    assert final_loss(results.model_copy(update={"models": results.models[:1]})) == 0
 
 
 def test_rebuild_gives_the_same_files(results, tmp_path):
     (tmp_path / "one").mkdir()
     write_report(results, tmp_path / "one")
-    rebuild_report(gather([tmp_path / "one"]), tmp_path / "two")
+    rebuild_report(read_and_merge([tmp_path / "one"]), tmp_path / "two")
     for name in ("results.json", "report.md", "report.html"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_results_that_cannot_be_read(tmp_path, results):
+def test_results_that_cannot_be_read(tmp_path, content):
     with pytest.raises(UsageError):
         read_results(tmp_path / "nowhere")
-    for content in ("{", "[]", json.dumps({"kind": "other"}), json.dumps({**results, "schema": 99})):
-        (tmp_path / "results.json").write_text(content)
-        with pytest.raises(DataError):
+    without_documents = {key: found for key, found in content.items() if key != "documents"}
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[]", "does not hold the results"),
+        (json.dumps({"kind": "other"}), "does not hold the results"),
+        (json.dumps({**content, "schema": 99}), "has schema 99, this headfold reads 2"),
+        (json.dumps(without_documents), "documents: Field required"),
+        (json.dumps({**content, "xyzzy": 1}), "xyzzy: Extra inputs"),
+    ):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(DataError, match=message):
             read_results(tmp_path)
+
+
+def test_results_keep_the_layout_of_the_file(content, results):
+    """Keys that do not apply stay away, and a number that was not measured stays null."""
+    assert json.loads(results.to_json()) == content
+    assert "against_source" not in content["models"][0]
+    assert list(json.loads(results.to_json())["models"][1]["against_source"]["by_context"][0])[:2] == ["from", "to"]
 
 
 def test_table_on_stdout(results, capsys):
@@ -338,18 +350,19 @@ def test_numbers_in_words():
     assert percent(0.8154) == "81.5 %"
 
 
-def test_a_number_of_kv_heads_against_time_takes_three_of_them(results):
-    results["models"][2]["kv_heads"] = [1]
-    page = html(results)
+def test_a_number_of_kv_heads_against_time_takes_three_of_them(content):
+    content["models"][2]["kv_heads"] = [1]
+    page = html(Comparison.model_validate(content))
     assert page.count("<svg") == PLOTS + 1
     assert "Milliseconds per decoded token: 1 heads" in page
 
 
-def test_a_source_from_the_cache_has_no_kl(results):
-    results["protocol"]["source_from_cache"] = True
-    results["models"][0]["decode"] = []
-    for found in results["models"][1:]:
+def test_a_source_from_the_cache_has_no_kl(content):
+    content["protocol"]["source_from_cache"] = True
+    content["models"][0]["decode"] = []
+    for found in content["models"][1:]:
         found["against_source"].update(kl_nats=None, kl_histogram=None, kl_percentiles=None, speedup=[])
+    results = Comparison.model_validate(content)
     text = Page(html(results)).text
     assert "KL to the source" not in text
     assert "no KL and no speed against it" in text

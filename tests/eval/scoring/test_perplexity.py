@@ -10,7 +10,7 @@ from eval_models import random_documents, tiny_llama
 from headfold.errors import DataError, UsageError
 from headfold.eval.scoring import logits
 from headfold.eval.scoring.batches import collate, group_windows
-from headfold.eval.scoring.logits import Features
+from headfold.eval.scoring.logits import SlicedLogits
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.windows import TokenDocument, make_windows
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -50,7 +50,7 @@ def plain_nats(model, documents, window, stride) -> list[float]:
 
 
 @pytest.mark.parametrize(("window", "stride"), [(512, None), (7, 3), (2, 1)])
-def test_gq093_analytic_value(window, stride):
+def test_a_table_model_has_the_analytic_perplexity(window, stride):
     torch.manual_seed(0)
     table_VV = torch.randn(16, 16) * 2
     documents = random_documents([40, 3, 17], vocab=16)
@@ -66,7 +66,7 @@ def test_gq093_analytic_value(window, stride):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_gq092_weighted_by_tokens_for_any_batch_and_order(batch_size):
+def test_perplexity_weighs_tokens_equally_for_any_batch_and_order(batch_size):
     model, documents = tiny_llama(), random_documents([3, 300, 41])
     expected = plain_nats(model, documents, 32, 16)
     found = score(model, documents, window=32, stride=16, batch_size=batch_size)
@@ -78,7 +78,7 @@ def test_gq092_weighted_by_tokens_for_any_batch_and_order(batch_size):
     assert mean_of_means != pytest.approx(found.total().perplexity, rel=1e-3)  # the control
 
 
-def test_gq090_bos_windows_score_the_same_tokens():
+def test_windows_with_bos_score_the_same_tokens():
     model = tiny_llama()
     plain = random_documents([90])
     with_bos = [TokenDocument("a", [1, *plain[0].ids], 1, bos=True)]
@@ -88,12 +88,12 @@ def test_gq090_bos_windows_score_the_same_tokens():
     assert found.total().nll_nats == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_gq100_chunked_logits_change_nothing_and_stay_small(monkeypatch):
+def test_chunked_logits_change_nothing_and_stay_small(monkeypatch):
     model, documents = tiny_llama(vocab=512), random_documents([200, 64], vocab=512)
     whole = score(model, documents, window=64, stride=32)
     rows = []
     unhooked = model.lm_head.register_forward_hook(lambda _, __, output: rows.append(output.numel() // 512))
-    monkeypatch.setattr(Features.__init__, "__defaults__", (7 * 512 * 4,))
+    monkeypatch.setattr(SlicedLogits.__init__, "__defaults__", (7 * 512 * 4,))
     chunked = score(model, documents, window=64, stride=32)
     unhooked.remove()
     assert max(rows) == 7  # no pass through the head holds more than the positions granted
@@ -101,7 +101,7 @@ def test_gq100_chunked_logits_change_nothing_and_stay_small(monkeypatch):
     assert chunked.total().nll_nats == pytest.approx(whole.total().nll_nats, rel=1e-6)
 
 
-def test_gq100_bfloat16_is_near_float32_and_scored_in_float32():
+def test_bfloat16_is_near_float32_and_scored_in_float32():
     model, documents = tiny_llama(), random_documents([200, 64])
     full = score(model, documents, window=64).total().perplexity
     half = score(model.bfloat16(), documents, window=64)
@@ -141,10 +141,10 @@ def test_the_head_on_slices_is_the_models_own(model_type):
     model = AutoModelForCausalLM.from_config(config).eval()
     documents = random_documents([40, 22], vocab=64)
     with torch.no_grad():
-        features = Features(model, logits_bytes=64 * 4 * 5)
+        sliced = SlicedLogits(model, logits_bytes=64 * 4 * 5)
         for windows in group_windows(documents, 30, 15, 3):
             batch = collate(windows, documents)
-            found = torch.cat([logits_NV for logits_NV, _ in features.slices(batch)])
+            found = torch.cat([logits_NV for logits_NV, _ in sliced.slices(batch)])
             expected = model(input_ids=batch.ids_BT, attention_mask=batch.mask_BT).logits[batch.rows_N, batch.columns_N]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
@@ -202,7 +202,7 @@ def test_nothing_to_score_is_refused():
 
 
 @pytest.mark.parametrize("lengths", [[9, 30, 4, 61, 12, 7, 7, 22, 5], [6]])
-def test_gq095_shares_of_two_processes_add_up_exactly(lengths):
+def test_shares_of_two_processes_add_up_exactly(lengths):
     model, documents = tiny_llama(), random_documents(lengths)
     alone = score(model, documents, window=16, batch_size=5)
     shares = []

@@ -5,8 +5,8 @@ import pytest
 import torch
 from eval_models import random_documents
 from headfold.errors import UsageError
-from headfold.eval.scoring.resume import Kept
-from headfold.eval.scoring.score_loop import Reading, _Pace
+from headfold.eval.scoring.resume import SavedMeasurements
+from headfold.eval.scoring.score_loop import ScoreLoop, _SaveTimer
 
 DOCUMENTS = random_documents([40, 7, 23, 31])
 
@@ -16,7 +16,7 @@ def values_of(batch) -> torch.Tensor:
     return torch.stack([batch.places_N.float(), batch.targets_N.float()])
 
 
-def read(kept: Kept, stop_after: int | None = None) -> tuple[torch.Tensor, int]:
+def read(saved: SavedMeasurements, stop_after: int | None = None) -> tuple[torch.Tensor, int]:
     seen = 0
 
     def compute(batch):
@@ -26,30 +26,30 @@ def read(kept: Kept, stop_after: int | None = None) -> tuple[torch.Tensor, int]:
         seen += 1
         return values_of(batch)
 
-    return Reading(16, 8, 2, kept=kept).values("scores", 2, DOCUMENTS, compute), seen
+    return ScoreLoop(16, 8, 2, saved=saved).values("scores", 2, DOCUMENTS, compute), seen
 
 
 def test_scoring_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(_Pace, "EVERY_SECONDS", 0.0)
-    expected, batches = read(Kept(tmp_path / "whole", {}))
+    monkeypatch.setattr(_SaveTimer, "EVERY_SECONDS", 0.0)
+    expected, batches = read(SavedMeasurements(tmp_path / "whole", {}))
     assert batches == 5
     assert expected[0].tolist() == list(range(97))
     with pytest.raises(KeyboardInterrupt):
-        read(Kept(tmp_path / "out", {"a": 1}), stop_after=4)
-    found, seen = read(Kept(tmp_path / "out", {"a": 1}))
+        read(SavedMeasurements(tmp_path / "out", {"a": 1}), stop_after=4)
+    found, seen = read(SavedMeasurements(tmp_path / "out", {"a": 1}))
     assert seen == 1
     assert torch.equal(found, expected)
-    assert read(Kept(tmp_path / "out", {"a": 1}))[1] == 0  # a third try has nothing to do
-    assert read(Kept(tmp_path / "out", {"a": 2}))[1] == 5  # measured otherwise: from the start
+    assert read(SavedMeasurements(tmp_path / "out", {"a": 1}))[1] == 0  # a third try has nothing to do
+    assert read(SavedMeasurements(tmp_path / "out", {"a": 2}))[1] == 5  # measured otherwise: from the start
 
 
 def test_the_scores_of_all_processes_count(tmp_path):
-    kept = Kept(tmp_path / "out", {})
+    saved = SavedMeasurements(tmp_path / "out", {})
     for rank, places in ((0, [0, 2]), (1, [3])):
-        kept._rank = rank
-        kept.keep_scores("s", np.array(places), np.array([places], np.float32), np.arange(4) == rank)
-    kept._rank = 0
-    values, done = kept.scores("s", 1, 5, 4)
+        saved._rank = rank
+        saved.save_scores("s", np.array(places), np.array([places], np.float32), np.arange(4) == rank)
+    saved._rank = 0
+    values, done = saved.scores("s", 1, 5, 4)
     assert values.tolist() == [[0, 0, 2, 3, 0]]
     assert done.tolist() == [True, True, False, False]
 
@@ -57,10 +57,10 @@ def test_the_scores_of_all_processes_count(tmp_path):
 def test_a_measurement_is_made_once(tmp_path):
     calls = []
     for _ in range(2):
-        kept = Kept(tmp_path / "out", {})
-        assert kept.once("sizes", lambda: calls.append(1) or {"bytes": 3}) == {"bytes": 3}
+        saved = SavedMeasurements(tmp_path / "out", {})
+        assert saved.once("sizes", lambda: calls.append(1) or {"bytes": 3}) == {"bytes": 3}
     assert len(calls) == 1
-    kept.clear()
+    saved.clear()
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -68,5 +68,5 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match="in the way"):
-        Kept(tmp_path / "out", {})
+        SavedMeasurements(tmp_path / "out", {})
     assert (tmp_path / "out.partial" / "mine.txt").exists()

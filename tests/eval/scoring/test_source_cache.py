@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from eval_models import tiny_llama, word_tokenizer
 from headfold.eval import runner
@@ -20,9 +18,7 @@ def run(tmp_path, text_file, monkeypatch):
     """A comparison from a cache of the source; gives its results and the names of the models that were loaded."""
     loaded: list[str] = []
     load = runner.Runner._load
-    monkeypatch.setattr(
-        runner.Runner, "_load", lambda self, subject: loaded.append(subject.name) or load(self, subject)
-    )
+    monkeypatch.setattr(runner.Runner, "_load", lambda self, model: loaded.append(model.name) or load(self, model))
 
     def compare_here(models, **changes):
         loaded.clear()
@@ -48,15 +44,15 @@ def test_the_source_is_not_run_twice(run, models, tmp_path):
     assert loaded == ["source", "one"]
     again, loaded = run([models[0], models[1]])
     assert loaded == ["one"]
-    assert again["protocol"]["source_from_cache"] is True
-    assert again["models"][0]["nll_nats"] == first["models"][0]["nll_nats"]
-    before, after = (found["models"][1]["against_source"] for found in (first, again))
+    assert again.protocol.source_from_cache is True
+    assert again.models[0].nll_nats == first.models[0].nll_nats
+    before, after = (found.models[1].against_source for found in (first, again))
     for name in ("perplexity_ratio", "same_top_token", "by_context", "worst_documents", "needle", "cache_ratio"):
-        assert after[name] == before[name], name
-    assert before["kl_nats"] is not None
-    assert after["kl_nats"] is None  # the source's whole distributions are not kept
-    assert after["speedup"] == []
-    assert len(again["models"][1]["decode"]) == 1
+        assert getattr(after, name) == getattr(before, name), name
+    assert before.kl_nats is not None
+    assert after.kl_nats is None  # the source's whole distributions are not cached
+    assert after.speedup == []
+    assert len(again.models[1].decode) == 1
     assert "no KL and no speed" in html(again)
 
 
@@ -73,7 +69,7 @@ def test_a_damaged_entry_is_measured_again(run, models, tmp_path, capsys):
     found, loaded = run([models[0], models[1]])
     assert loaded == ["source", "one"]
     assert "measured again" in capsys.readouterr().err
-    assert json.dumps(found)
+    assert found.to_json()
 
 
 def test_a_comparison_that_was_stopped_goes_on_with_a_cache_that_came_since(run, models, monkeypatch):
@@ -89,7 +85,7 @@ def test_a_comparison_that_was_stopped_goes_on_with_a_cache_that_came_since(run,
         run([models[0], models[1]])
     monkeypatch.undo()
     found, _ = run([models[0], models[1]])
-    assert found["models"][1]["nll_nats"] == expected["models"][1]["nll_nats"]
+    assert found.models[1].nll_nats == expected.models[1].nll_nats
 
 
 def _interrupted(*_arguments: object) -> None:

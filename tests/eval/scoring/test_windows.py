@@ -44,7 +44,7 @@ def test_impossible_windows_are_refused(window, stride):
         make_windows([TokenDocument("a", [1, 2, 3], 0)], window, stride)
 
 
-def test_gq088_bos_follows_the_tokenizers_own_policy():
+def test_bos_follows_the_tokenizers_own_policy():
     text = [Document("a", "the cat sat"), Document("b", "a mat")]
     with_template = tokenize_text(word_tokenizer(template=True), text, max_tokens=None)
     without = tokenize_text(word_tokenizer(), text, max_tokens=None)
@@ -61,7 +61,7 @@ def test_gq088_bos_follows_the_tokenizers_own_policy():
     )
 
 
-def test_gq089_bos_never_twice():
+def test_there_are_never_two_bos_tokens():
     (document,) = tokenize_documents(word_tokenizer(template=True), [Document("a", "<s> <s> the cat")], max_tokens=None)
     assert document.ids.count(1) == 1
     assert document.ids[0] == 1 != document.ids[1]
@@ -71,7 +71,7 @@ def test_gq089_bos_never_twice():
     assert forced.ids.count(1) == 1
 
 
-def test_gq090_every_window_starts_with_bos_and_scores_the_same_tokens():
+def test_every_window_starts_with_bos_and_scores_the_same_tokens():
     words = " ".join(["the", "cat", "sat", "on"] * 8)
     (document,) = tokenize_documents(word_tokenizer(template=True), [Document("a", words)], max_tokens=None)
     windows = make_windows([document], 16, 8)
@@ -81,12 +81,12 @@ def test_gq090_every_window_starts_with_bos_and_scores_the_same_tokens():
     assert sum(made.stop - made.first_scored for made in windows) == document.scored == 32
 
 
-def test_bos_asked_for_but_unknown():
+def test_bos_is_refused_where_the_tokenizer_has_none():
     with pytest.raises(UsageError, match="BOS"):
         tokenize_text(word_tokenizer(specials=False), [Document("a", "the cat")], max_tokens=None, bos=True)
 
 
-def test_gq083_tokenizer_without_special_tokens():
+def test_a_tokenizer_without_special_tokens_stays_as_it_is():
     tokenizer = word_tokenizer(specials=False)
     size = len(tokenizer)
     (document,) = tokenize_documents(tokenizer, [Document("a", "the cat sat on")], max_tokens=None)

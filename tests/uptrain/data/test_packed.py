@@ -215,7 +215,7 @@ def test_the_standard_library_is_split_by_path():
     assert len(heldout) > 30
     assert 0.05 < len(heldout) / len(train | heldout) < 0.15
     assert not any("test" in name.split("/")[:-1] or "site-packages" in name for name in train | heldout)
-    # the split hangs on the path alone: these hold on every Python
+    # the split depends on the path alone, so these hold on every Python
     assert {"argparse.py", "ast.py"} <= train | heldout
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from headfold.checkpoint.load import load_language_model
-from headfold.uptrain.estimate.cost import ModelSize, estimate_cost, model_without_weights
+from headfold.uptrain.estimate.cost import estimate_cost
+from headfold.uptrain.estimate.model_size import ModelSize, model_without_weights
 from headfold.uptrain.settings import UptrainSettings
 
 
@@ -107,7 +108,8 @@ def test_memory_of_hidden_states_counts_written_tokens(tiny_t5):
 
 def test_operations_are_counted_by_what_each_side_reads_and_writes(tiny_t5):
     """By hand: the encoder and the keys and values of cross-attention once a source token, the rest once a target."""
-    from headfold.uptrain.estimate.cost import ModelSize, estimate_cost, flops_per_token, targets_per_token
+    from headfold.uptrain.estimate.cost import estimate_cost, flops_per_token, targets_per_token
+    from headfold.uptrain.estimate.model_size import ModelSize
     from headfold.uptrain.settings import UptrainSettings
 
     model = load_language_model(tiny_t5)

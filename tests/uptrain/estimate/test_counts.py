@@ -12,7 +12,8 @@ from headfold.corpus import Columns
 from headfold.uptrain import dry_run
 from headfold.uptrain.data.mixture import Mixture, open_mixture
 from headfold.uptrain.data.objective import Pairs
-from headfold.uptrain.estimate.cost import ModelSize, flops_per_token
+from headfold.uptrain.estimate.cost import flops_per_token
+from headfold.uptrain.estimate.model_size import ModelSize
 from headfold.uptrain.monitor import progress
 from headfold.uptrain.processes.launch import Layout
 from headfold.uptrain.run import uptrain_checkpoint
@@ -53,7 +54,7 @@ def by_hand(paired, tiny_t5, pairs_file):
 
 def test_rates_count_the_real_tokens_of_short_pairs(paired, by_hand, tiny_t5, tmp_path, cut_power, monkeypatch):
     """Also over a stop between two lines of progress."""
-    monkeypatch.setattr(progress, "Clock", OneSecond)
+    monkeypatch.setattr(progress, "Stopwatch", OneSecond)
     monkeypatch.setattr(preparation, "peak_flops", lambda device: _PEAK)
     cut_power(5, tiny_t5, tmp_path / "out", paired)
     out = uptrain_checkpoint(tiny_t5, tmp_path / "out", paired)
@@ -68,7 +69,7 @@ def test_rates_count_the_real_tokens_of_short_pairs(paired, by_hand, tiny_t5, tm
 
 
 def test_a_line_for_several_steps_counts_all_their_tokens(paired, by_hand, tiny_t5, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "Clock", OneSecond)
+    monkeypatch.setattr(progress, "Stopwatch", OneSecond)
     out = uptrain_checkpoint(tiny_t5, tmp_path / "out", paired.model_copy(update={"log_every": 3}))
     reads = [read for read, _ in by_hand]
     assert [line["tokens_per_second"] for line in metrics(out, "train")] == [sum(reads[:3]), sum(reads[3:])]

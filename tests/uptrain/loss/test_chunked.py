@@ -66,8 +66,8 @@ def test_chunked_loss_and_gradients_with_a_teacher_a_temperature_and_text(plain_
     model, teacher = tiny_model("gemma2"), tiny_model("gemma2", seed=1)
     objective = TrainingLoss(0.6, 2.0, "reverse")
     with torch.no_grad():
-        taught = teacher(input_ids=IDS, use_cache=False).logits[KEEP]
-    plain_loss(objective, model(input_ids=IDS, use_cache=False).logits[KEEP], TARGETS, taught).backward()
+        teacher_logits = teacher(input_ids=IDS, use_cache=False).logits[KEEP]
+    plain_loss(objective, model(input_ids=IDS, use_cache=False).logits[KEEP], TARGETS, teacher_logits).backward()
     expected = grads(model)
     model.zero_grad()
     attach_chunked_loss(model)

@@ -41,10 +41,10 @@ OBJECTIVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("objective", "taught"), OBJECTIVES)
-def test_gradients_are_those_of_autograd(objective, taught, plain_loss):
+@pytest.mark.parametrize(("objective", "with_teacher"), OBJECTIVES)
+def test_gradients_are_those_of_autograd(objective, with_teacher, plain_loss):
     logits = random_logits(40, 17).double().requires_grad_()
-    teacher = random_logits(40, 17, seed=1) if taught else None
+    teacher = random_logits(40, 17, seed=1) if with_teacher else None
     targets = torch.arange(40) % 17
     sums, grad = objective(logits.detach().float(), targets, teacher)
     expected = plain_loss(objective, logits, targets, None if teacher is None else teacher.double())

@@ -45,7 +45,7 @@ def test_rates_of_converted_models_are_set_too(model_type, tmp_path):
 
 @pytest.mark.parametrize("how", [keep_all_layers, lambda model: set_dropout(model, 0.5)])
 def test_no_layer_is_left_out(how):
-    """Whatever dropout is set to: layer drop is no dropout of that rate."""
+    """At any rate of dropout: layer drop is not a dropout of that rate."""
     model = tiny_pair("m2m_100", dropout=0.0, encoder_layerdrop=0.9, decoder_layerdrop=0.9).train()
     ran = []
     for stack in (model.get_encoder(), model.get_decoder()):

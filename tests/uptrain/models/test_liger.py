@@ -16,7 +16,7 @@ from headfold.uptrain.training import opening, preparation
 
 @pytest.fixture
 def stand_in(monkeypatch) -> list[tuple[object, dict]]:
-    """A liger-kernel that knows Llama and notes what it is called with."""
+    """A stand-in for liger-kernel that knows Llama and records its calls."""
     calls: list[tuple[object, dict]] = []
     modules = {name: ModuleType(name) for name in ("liger_kernel", "liger_kernel.transformers")}
     patch = ModuleType("liger_kernel.transformers.monkey_patch")

@@ -76,11 +76,13 @@ def test_the_recovered_share_is_measured_against_the_source(converted, settings,
     (converted / "headfold.json").write_text(json.dumps(record))
     text = str(text_file)
     found = {}
-    for taught in ("auto", None):
-        wanted = settings(teacher=taught, steps=12, eval_data=text, eval_tokens=300, eval_every=6, learning_rate=1e-2)
-        out = uptrain_checkpoint(converted, tmp_path / str(taught), wanted)
+    for with_teacher in ("auto", None):
+        wanted = settings(
+            teacher=with_teacher, steps=12, eval_data=text, eval_tokens=300, eval_every=6, learning_rate=1e-2
+        )
+        out = uptrain_checkpoint(converted, tmp_path / str(with_teacher), wanted)
         lines = [json.loads(line) for line in (out / "headfold_metrics.jsonl").read_text().splitlines()]
-        found[taught] = lines
+        found[with_teacher] = lines
     for lines in found.values():
         source = next(line["perplexity"] for line in lines if line["kind"] == "source")
         points = [line["perplexity"] for line in lines if line["kind"] == "eval"]

@@ -1,11 +1,11 @@
-"""What is won back, counted on one held-out text at a time."""
+"""The recovered share, measured on one held-out text at a time."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from headfold.uptrain.monitor.heldout import recovered_share
+from headfold.uptrain.monitor.heldout import recovered_so_far
 from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 
@@ -16,19 +16,19 @@ def line(kind: str, perplexity: float, text: str = "a") -> dict:
 
 def test_the_share_is_that_of_the_gap_from_the_start_to_the_source():
     lines = [line("source", 10), line("eval", 40), line("train", 1), line("eval", 20)]
-    assert recovered_share(lines, "a") == pytest.approx(0.5)
-    assert recovered_share(lines[:2], "a") is None  # nothing was scored after the start
-    assert recovered_share([line("source", 10), line("eval", 9), line("eval", 8)], "a") is None
-    assert recovered_share(lines[1:], "a") is None
+    assert recovered_so_far(lines, "a") == pytest.approx(0.5)
+    assert recovered_so_far(lines[:2], "a") is None  # nothing was scored after the start
+    assert recovered_so_far([line("source", 10), line("eval", 9), line("eval", 8)], "a") is None
+    assert recovered_so_far(lines[1:], "a") is None
 
 
 def test_measurements_on_another_text_do_not_count():
     old = [line("source", 10), line("eval", 40), line("eval", 20)]
-    assert recovered_share(old, "b") is None
+    assert recovered_so_far(old, "b") is None
     new = [*old, line("source", 100, "b"), line("start", 400, "b"), line("eval", 200, "b")]
-    assert recovered_share(new, "b") == pytest.approx(0.5)
-    assert recovered_share([*new, line("eval", 100, "b")], "b") == pytest.approx(1)
-    assert recovered_share(new, "a") == pytest.approx(0.5)
+    assert recovered_so_far(new, "b") == pytest.approx(0.5)
+    assert recovered_so_far([*new, line("eval", 100, "b")], "b") == pytest.approx(1)
+    assert recovered_so_far(new, "a") == pytest.approx(0.5)
 
 
 def test_a_run_resumed_with_another_held_out_text_measures_the_gap_anew(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,12 @@ for _ in $(seq 100); do sleep 0.1; [ -e fail ] && exit 1; done
 """
 
 
+def test_the_slurm_script_finds_its_launch_config():
+    found = re.search(r"python -c '(.+?)'", CONFIGS[0].with_name("slurm.sh").read_text())
+    done = subprocess.run([sys.executable, "-c", found[1]], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(CONFIGS[0].with_name("fsdp2-2x8.yaml").resolve())
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_the_slurm_script_requeues_a_stopped_run_but_not_a_failed_one(stopped, tmp_path):
     """Under bash, with an srun whose launcher ends with 1 in both cases, as torchrun's does."""
@@ -149,7 +156,7 @@ time.sleep(float(here.joinpath("seconds").read_text())); sys.exit(int(here.joinp
 
 @pytest.fixture
 def fake_launcher(tmp_path, monkeypatch):
-    """accelerate's launcher replaced by a script that waits and writes down what it was called with."""
+    """Replace accelerate's launcher by a script that waits and writes down its arguments."""
     script = tmp_path / "launcher.py"
     script.write_text(FAKE)
     real = subprocess.Popen

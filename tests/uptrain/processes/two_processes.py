@@ -1,4 +1,4 @@
-"""What test_processes.py runs on two processes at once: one start of the libraries for all of its runs.
+"""The runs of test_processes.py on two processes: all in one start, since importing the libraries takes long.
 
 accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER T5 CONVERTED PAIRS
 """
@@ -80,13 +80,15 @@ def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pair
     }  # fmt: skip
     plain = UptrainSettings(**common, teacher=None)
     apart = UptrainSettings(**common, teacher=None, isolate_documents=True)
-    taught = UptrainSettings(**{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5, hidden_weight=2)
+    with_teacher = UptrainSettings(
+        **{**common, "steps": 6}, teacher=checkpoint, distillation_weight=0.5, hidden_weight=2
+    )
     uptrain_checkpoint(checkpoint, folder / "ddp", plain)
     stopped_at(7, checkpoint, folder / "ddp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-resumed", plain)
     stopped_at(7, checkpoint, folder / "handed-over", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-apart", apart)
-    uptrain_checkpoint(checkpoint, folder / "ddp-taught", taught)
+    uptrain_checkpoint(checkpoint, folder / "ddp-taught", with_teacher)
     abandoned_at(7, checkpoint, folder / "ddp-abandoned", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-abandoned", plain)
     pairs(t5, t5, pairs_file, folder / "ddp-pairs")
@@ -96,7 +98,7 @@ def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pair
     uptrain_checkpoint(checkpoint, folder / "fsdp", plain)
     stopped_at(7, checkpoint, folder / "fsdp-resumed", plain)
     uptrain_checkpoint(checkpoint, folder / "fsdp-resumed", plain)
-    uptrain_checkpoint(checkpoint, folder / "fsdp-taught", taught)
+    uptrain_checkpoint(checkpoint, folder / "fsdp-taught", with_teacher)
     abandoned_at(7, checkpoint, folder / "fsdp-abandoned", plain)
     uptrain_checkpoint(checkpoint, folder / "fsdp-abandoned", plain)
 

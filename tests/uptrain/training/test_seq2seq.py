@@ -96,7 +96,7 @@ def test_only_a_padded_micro_batch_has_a_mask():
 
 @pytest.fixture(scope="module")
 def spanned(tiny_t5, text_file, tmp_path_factory):
-    """Settings of a run on corrupted spans, and what it made uninterrupted."""
+    """Settings of a run on corrupted spans, and the result of that run without a stop."""
     from headfold.uptrain.settings import UptrainSettings
 
     wanted = UptrainSettings(
