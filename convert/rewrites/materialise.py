@@ -78,7 +78,7 @@ def loadable(checkpoint: Checkpoint, out: Path) -> Iterator[Checkpoint]:
 
 
 def model_folder(checkpoint: Checkpoint) -> Path:
-    """Return the folder from which transformers loads the checkpoint. A rewritten one is written when it is first needed.
+    """Return the folder that transformers loads the checkpoint from. A rewritten one is written at first need.
 
     Raises:
         HeadfoldError: there is no room for it.

@@ -19,8 +19,8 @@ from headfold.checkpoint import modelling
 from headfold.checkpoint.load import load_config, load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES
 from headfold.convert.check import check_checkpoint
-from headfold.convert.inspect import inspect_checkpoint
 from headfold.convert.family.refusals import REFUSED
+from headfold.convert.inspect import inspect_checkpoint
 from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS, RUNS
 from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
