@@ -132,5 +132,5 @@ def parallel_warnings(groups: int, devices: int) -> list[str]:
             f"of a device shrinks no further, and transformers refuses. Max TP without KV replication = {groups}"
         )
     if groups & (groups - 1):
-        found.append(f"{heads} are no power of two, as numbers of devices usually are")
+        found.append(f"{heads} are not a power of two, as numbers of devices usually are")
     return found

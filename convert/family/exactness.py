@@ -41,7 +41,7 @@ def reason_against_rewriting(
     if layer.q is None or layer.o is None or ("q_proj.bias" in own and layer.q_bias is None):
         return "its query and output projections are not recognised"
     if unknown:
-        return f"{min(unknown)} acts inside the attention block"
+        return f"{min(unknown)} acts inside the attention layer"
     if layer.v == layer.k and not fused:
         return "its values are its keys"
     if getattr(module, "v_norm", None) is not None:

@@ -52,9 +52,9 @@ def test_group_sizes_without_a_decoding_kernel() -> None:
 @pytest.mark.parametrize(
     ("groups", "devices", "words"),
     [
-        (3, 4, ["cannot be distributed over 4 devices", "no power of two"]),
+        (3, 4, ["cannot be distributed over 4 devices", "not a power of two"]),
         (2, 8, ["needs replication, 4 copies of each", "Max TP without KV replication = 2"]),
-        (6, 2, ["no power of two"]),
+        (6, 2, ["not a power of two"]),
         (8, 8, []),
         (8, 2, []),
     ],
@@ -79,7 +79,7 @@ def test_convert_warns_and_converts(tmp_path: Path, capfd: pytest.CaptureFixture
     assert _run("convert", str(tmp_path / "m"), "--groups", "3", "-o", str(out), "--target-tp", "4") == 0
     shown_text = capfd.readouterr().err.replace("\n", " ")
     assert "warning: 3 KV heads cannot be distributed over 4 devices" in shown_text
-    assert "no power of two" in shown_text
+    assert "not a power of two" in shown_text
     assert (out / "model.safetensors").exists()
 
 
