@@ -79,7 +79,7 @@ def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Itera
         calibration_tokens=options.calibration_tokens,
         statistics=file,
     )
-    statistics = calibrate(first.source, first.family.blocks, first.settings)
+    statistics = calibrate(first.source, first.family.layers, first.settings)
     source = _nats(folder, documents)
     divisors = [count for count in range(first.family.kv_heads - 1, 0, -1) if first.family.kv_heads % count == 0]
     for groups in divisors:
@@ -93,7 +93,7 @@ def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Itera
 def _lost(plan: Plan, statistics: Statistics) -> float:
     """Average over the layers the lost share of K energy plus the lost share of V energy."""
     shares = []
-    for layer in plan.family.blocks:
+    for layer in plan.family.layers:
         attention = read_attention(plan.source, plan.family, layer)
         moment = statistics.second_moment(layer.layer)
         context = MethodContext(layer.layer, second_moment=moment)

@@ -55,7 +55,7 @@ def _refine(place: Path, options: argparse.Namespace) -> None:
     plan = plan_conversion(place / "source", groups=GROUPS)
     text_BT = torch.randint(0, 30_000, (options.tokens // options.sequence_length, options.sequence_length))
     settings = RefineSettings(steps=2, batch_tokens=options.batch_tokens)
-    fits = refine_folder(place / "source", place / "converted", plan.family.blocks, text_BT, settings)
+    fits = refine_folder(place / "source", place / "converted", plan.family.layers, text_BT, settings)
     print(*fits, sep="\n", file=sys.stderr)
 
 

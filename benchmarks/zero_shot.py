@@ -128,7 +128,7 @@ def _measure(
     run_plan(plan, out, overwrite=True)
     if refine:
         settings = RefineSettings(options.steps, options.learning_rate, options.batch_tokens)
-        refine_folder(options.checkpoint, out, plan.family.blocks, text_BT, settings, device=options.device)
+        refine_folder(options.checkpoint, out, plan.family.layers, text_BT, settings, device=options.device)
     seconds = time.perf_counter() - started
     return _perplexity(out, documents, options), seconds
 

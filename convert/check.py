@@ -1,16 +1,15 @@
-"""`convert --check`: does a checkpoint's config agree with its files, and what will readers make of it?"""
+"""Check that a checkpoint's config agrees with its files, and warn where readers understand it differently."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..checkpoint.source import Checkpoint
 from ..errors import CheckpointError, UnsupportedError
 from .family.family import head_counts
-from .family.meta_model import resolved_config
+from .family.model_type import ModelType
 from .family.verify import verify
 
 _ABSENT = "absent"
@@ -18,11 +17,11 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Check:
-    """What was checked and found right.
+    """The facts about a sound checkpoint.
 
     Attributes:
-        rows: (what, value) for a table.
-        warnings: what is allowed, but may surprise; one sentence each.
+        rows: (name, value) for a table.
+        warnings: what is allowed but may surprise, one sentence each.
     """
 
     rows: tuple[tuple[str, str], ...]
@@ -33,7 +32,7 @@ def check_checkpoint(source: str | Path, *, revision: str | None = None) -> Chec
     """Compare config.json, the headers of all weight files and the model class, without reading a weight.
 
     Raises:
-        CheckpointError: tensors are missing, have another shape than config.json asks for, or are used by nobody.
+        CheckpointError: tensors are missing, unused, or have another shape than config.json asks for.
         UnsupportedError: transformers has no class for it.
     """
     checkpoint = Checkpoint.open(source, revision=revision)
@@ -45,11 +44,12 @@ def check_checkpoint(source: str | Path, *, revision: str | None = None) -> Chec
             f"{len(unexpected)} tensors are in the files, but the class does not use them, {unexpected[0]} for one.",
             "They belong to another model or to code that is not part of transformers.",
         )
-    seen = rope_bases(checkpoint.config)
+    model_type = ModelType(checkpoint.config)
+    seen = rope_bases(model_type)
     rows = (
         ("tensors that agree with the class", str(len(checkpoint.tensors) - len(unused))),
         ("tensors it does not use, as in the source", str(len(unused))),
-        *_heads(checkpoint.config),
+        *_heads(model_type),
         ("RoPE base read by v4 (rope_theta)", seen["v4"]),
         ("RoPE base read by v5 (rope_parameters)", seen["v5"]),
         ("RoPE base in transformers here", seen["here"]),
@@ -57,23 +57,22 @@ def check_checkpoint(source: str | Path, *, revision: str | None = None) -> Chec
     return Check(rows, tuple(checkpoint.notes) + tuple(_rope_warnings(seen)))
 
 
-def rope_bases(config: dict[str, Any]) -> dict[str, str]:
-    """The rotary base that three kinds of readers find: ``v4`` looks for rope_theta, ``v5`` for rope_parameters.
+def rope_bases(model_type: ModelType) -> dict[str, str]:
+    """Find the rotary base that three kinds of readers see: ``v4`` looks for rope_theta, ``v5`` for rope_parameters.
 
     transformers itself (``here``) understands both; other runtimes often know one, and then take their default.
     """
-    text = config.get("text_config")
-    place = text if isinstance(text, dict) else config
-    resolved = resolved_config(config).get_text_config(decoder=True)
+    text = model_type.config.get("text_config")
+    place = text if isinstance(text, dict) else model_type.config
     return {
         "v4": _shown(place.get("rope_theta")),
         "v5": _shown(_theta(place.get("rope_parameters"))),
-        "here": _shown(_theta(getattr(resolved, "rope_parameters", None))),
+        "here": _shown(_theta(getattr(model_type.text, "rope_parameters", None))),
     }
 
 
 def _theta(parameters: object) -> object:
-    """rope_theta of rope_parameters, or of each kind of layer where it is nested."""
+    """Take rope_theta from rope_parameters, or from each kind of layer where it is nested."""
     if not isinstance(parameters, dict):
         return None
     nested = {kind: inner["rope_theta"] for kind, inner in parameters.items() if _has_theta(inner)}
@@ -92,10 +91,10 @@ def _shown(value: object) -> str:
     return f"{value:,.10g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _heads(config: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """KV heads by config.json; that the rows of k and v agree with them was checked by the shapes."""
+def _heads(model_type: ModelType) -> tuple[tuple[str, str], ...]:
+    """Show the heads in config.json. The check of shapes has shown that the rows of k and v agree with them."""
     try:
-        counts = head_counts(config)
+        counts = head_counts(model_type)
     except UnsupportedError:  # a type without such a setting can be sound all the same
         return ()
     return (("query heads / KV heads", f"{counts.query_heads} / {counts.kv_heads}"),)

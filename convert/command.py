@@ -103,7 +103,7 @@ def inspect(
     if (groups is None) != (statistics is None):
         raise UsageError("Predicting the loss needs both --groups and --statistics.", "See `headfold inspect --help`.")
     if groups is not None and statistics is not None:
-        _show_damage(checkpoint, revision, numbers(groups), statistics, as_json)
+        _show_loss(checkpoint, revision, numbers(groups), statistics, as_json)
         return
     from .inspect import inspect_checkpoint
 
@@ -148,23 +148,21 @@ _LEGEND = (
 )
 
 
-def _show_damage(checkpoint: str, revision: str | None, groups: list[int], statistics: Path, as_json: bool) -> None:
+def _show_loss(checkpoint: str, revision: str | None, groups: list[int], statistics: Path, as_json: bool) -> None:
     """Print a row per layer and a column per number of groups. Mark the layer that loses most at each."""
     import json
     from dataclasses import asdict
 
-    from .inspect import predict_damage
+    from .inspect import predict_loss
 
-    found = list(predict_damage(checkpoint, groups, statistics, revision=revision))
+    found = list(predict_loss(checkpoint, groups, statistics, revision=revision))
     if as_json:
-        console.data.print(json.dumps([asdict(damage) for damage in found], indent=2), markup=False)
+        console.data.print(json.dumps([asdict(loss) for loss in found], indent=2), markup=False)
         return
-    worst = {
-        wanted: max((damage.total, damage.layer) for damage in found if damage.groups == wanted) for wanted in groups
-    }
+    worst = {wanted: max((loss.total, loss.layer) for loss in found if loss.groups == wanted) for wanted in groups}
     rows = []
-    for layer in sorted({damage.layer for damage in found}):
-        here = {damage.groups: damage for damage in found if damage.layer == layer}
+    for layer in sorted({loss.layer for loss in found}):
+        here = {loss.groups: loss for loss in found if loss.layer == layer}
         cells = [f"{here[g].keys:.1%} {here[g].values:.1%}" + (" ←" if worst[g][1] == layer else "") for g in groups]
         rows.append([str(layer), *cells])
     console.table("Share of K and V energy lost (← most)", ["layer", *(f"G = {wanted}" for wanted in groups)], rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ from .calibration.statistics import Statistics
 from .calibration.text import CalibrationText, read_text
 from .family.verify import verify
 from .methods.context import MethodContext
-from .methods.layer import new_tensors
 from .plan import Plan, make_plan
 from .refinement.resume import RefinementFolder, remove_refinement_folder
 from .refinement.start import Refinement, fit_settings, refinement_steps, settled
-from .rewrites.encoder_decoder import settle_generation
-from .rewrites.materialise import loadable, say_route, settle_tokenizer
+from .rewrites.materialise import loadable
 from .settings import ConvertSettings
 
 _RESERVE_BYTES = 64 * 2**20
@@ -115,9 +112,9 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
     refinement = _refinement(plan, out, text, trust_remote_code)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headfold-")))
-        plan = replace(plan, source=stack.enter_context(loadable(plan.source, out)))
+        plan = plan.reading(stack.enter_context(loadable(plan.source, out)))
         model = SourceModel(plan.source, settings.device, scratch / "offload", trust_remote_code=trust_remote_code)
-        layers = plan.family.blocks
+        layers = plan.family.layers
         statistics = saved_statistics(plan.source, settings, text, len(layers)) if plan.reads_text else None
         if refinement is not None:
             refinement = settled(refinement, model, requested=settings.refine is not None)
@@ -133,12 +130,12 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
 def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
     """The refinement of the result; None for none."""
     settings = plan.settings
-    steps = refinement_steps(settings, plan.source.config, by_default=plan.method.refined_by_default)
+    steps = refinement_steps(settings, plan.model_type, by_default=plan.method.refined_by_default)
     if not plan.changes or steps == 0 or text is None:
         return None
     conversion = {"number of groups": plan.groups, "method": plan.method_name, "grouping": plan.grouping}
     return Refinement(
-        plan.family.blocks,
+        plan.family.layers,
         text,
         fit_settings(steps, settings.seed, text),
         RefinementFolder.beside(out),
@@ -179,9 +176,7 @@ def _fill_folder(
     copy_side_files(plan.source, folder)
     (folder / CONFIG_NAME).write_bytes(plan.config_text.encode("utf-8"))
     write_code(json.loads(plan.config_text), folder)
-    if plan.rewrite is not None:
-        settle_tokenizer(plan.source.folder, folder)
-        settle_generation(plan.on_disk, folder)
+    plan.result.finish(folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
     unused = verify(folder)
     write_weights(plan, writer, statistics)
@@ -193,21 +188,18 @@ def _fill_folder(
 
 
 def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
-    """Copy what stays and, meanwhile, compute what changes, one block at a time."""
+    """Copy what stays and, meanwhile, compute what changes, one layer at a time."""
     writer.start_copying()
-    blocks = [block for block in plan.family.blocks if block.kv_heads != plan.groups] if plan.changes else []
-    with progress(plan.method_name, len(blocks)) as advance, torch.no_grad():
-        for block in blocks:
-            moment = None if statistics is None else statistics.second_moment(block.layer)
-            context = MethodContext(block.layer, plan.settings.seed, plan.family.initializer_range, moment)
-            tensors = new_tensors(
-                plan.source, plan.family, block, plan.groups, plan.method, context, grouping=plan.grouping
-            )
-            for name, tensor in tensors.items():
+    layers = plan.result.changed_layers
+    with progress(plan.method_name, len(layers)) as advance, torch.no_grad():
+        for layer in layers:
+            moment = None if statistics is None else statistics.second_moment(layer.layer)
+            context = MethodContext(layer.layer, plan.settings.seed, plan.family.initializer_range, moment)
+            for name, tensor in plan.result.new_tensors(layer, plan.method, plan.grouping, context).items():
                 writer.put(name, tensor)
             advance()
     computed = [name for name, action in plan.actions.items() if action.kind == "compute"]
-    with progress(f"rewriting as {plan.family.model_type}", len(computed)) as advance, torch.no_grad():
+    with progress(f"rewriting as {plan.model_type.name}", len(computed)) as advance, torch.no_grad():
         for name in computed:
             writer.put(name, plan.source.read(name))
             advance()
@@ -223,48 +215,29 @@ def say_what_is_odd(plan: Plan) -> None:
         warn(f"{note}.")
     if plan.source.left_out:
         info(f"Not copied (weights in another form, or training state): {', '.join(map(str, plan.source.left_out))}.")
-    if plan.rewrite:
-        say_route(plan.rewrite)
+    plan.result.announce()
     if not plan.changes:
-        kept = "no KV head is merged" if plan.rewrite else "every tensor is copied as it is"
+        copied = all(action.kind == "copy" for action in plan.actions.values())
+        kept = "every tensor is copied as it is" if copied else "no KV head is merged"
         info(f"The source has {plan.groups} KV heads already: {kept}.")
 
 
-def _source_text(plan: Plan) -> dict[str, Any]:
-    """Of an encoder-decoder: what the cache keeps of the text that it reads, and which sides were converted."""
-    if not plan.kv_bytes_per_token(1, "cross"):
-        return {}
-    return {
-        "kv_bytes_per_source_token_before": plan.kv_bytes_per_token(plan.family.kv_heads, "cross"),
-        "kv_bytes_per_source_token": plan.kv_bytes_per_token(plan.groups, "cross"),
-        "encoder_converted": len(plan.family.settings) > 1,
-    }
-
-
 def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict[str, Any]:
-    """What headfold.json says about this conversion."""
-    notes = [*plan.source.notes, *(plan.family.notes if plan.changes else ())]
+    """Make the entry of headfold.json for this conversion."""
+    notes = plan.notes
     if unused:
         notes.append(f"tensors that the model class does not use: {', '.join(unused)}")
     return {
         "step": "convert",
         "source": plan.source.spec,
         "source_folder": str(plan.source.folder.resolve()),
-        "source_digest": plan.on_disk.digest(),
-        "model_type": plan.family.model_type,
-        "query_heads": plan.family.query_heads,
-        "kv_heads_before": plan.family.kv_heads,
-        "kv_heads": plan.groups,
-        "groups": plan.groups,
+        "source_digest": plan.result.original.digest(),
+        **plan.result.record(),
         "method": plan.method_name,
         "grouping": plan.grouping,
-        "turned": plan.freedom(),
+        "turned": plan.turns(),
         "statistics": None if statistics is None else statistics.metadata,
         "seed": plan.settings.seed,
-        "kv_bytes_per_token_before": plan.kv_bytes_per_token(plan.family.kv_heads),
-        "kv_bytes_per_token": plan.kv_bytes_per_token(plan.groups),
-        **_source_text(plan),
-        "rewrite": None if plan.rewrite is None else plan.rewrite.describe(),
         "tensors_unused": unused,
         "notes": notes,
     }

@@ -1,7 +1,7 @@
-"""What the usual serving stacks do with G KV heads: by their published sources, nothing here was run on a GPU.
+"""Rules of the usual serving stacks for G KV heads, from their published sources. Nothing here was run on a GPU.
 
-Tensor parallelism (each stack's own name for it) splits heads over devices; all but llama.cpp need H divisible by the
-number of devices. docs/serving.md has the table in words.
+Tensor parallelism (each stack has its own name for it) splits heads over devices. All stacks but llama.cpp need H
+divisible by the number of devices. docs/serving.md has the table in words.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ EVEN, COPIED, REFUSED = "even", "copied", "refused"
 
 @dataclass(frozen=True)
 class Stack:
-    """How one stack distributes KV heads.
+    """The way in which one stack distributes KV heads.
 
     Attributes:
-        splits_heads: False when whole layers go to devices, so that the number of heads does not matter.
-        copies_heads: with fewer KV heads than devices, each head is kept by several of them.
-        kernel_groups: query heads per KV head with a decoding kernel of their own; None: any number.
-        otherwise: what happens to the other numbers.
-        source: where this is written.
+        splits_heads: False when whole layers go to devices, so the number of heads does not matter.
+        copies_heads: with fewer KV heads than devices, several devices hold a copy of each head.
+        kernel_groups: numbers of query heads per KV head with a decoding kernel of their own; None: any number. With
+            other numbers FlashInfer takes its kernel for prompts, and TensorRT-LLM its general one.
+        source: the place where this is written.
     """
 
     name: str
     splits_heads: bool
     copies_heads: bool
     kernel_groups: frozenset[int] | None
-    otherwise: str
     source: str
 
 
@@ -41,7 +40,6 @@ STACKS = (
         splits_heads=True,
         copies_heads=False,
         kernel_groups=None,
-        otherwise="",
         source="huggingface/transformers#48307: native tensor parallelism has no copies of KV heads",
     ),
     Stack(
@@ -49,7 +47,6 @@ STACKS = (
         splits_heads=True,
         copies_heads=True,
         kernel_groups=frozenset({1, 2, 3, 4, 8}),
-        otherwise="FlashInfer has no decoding kernel of its own and takes the one for prompts; FlashAttention has one",
         source="vllm/model_executor/models/llama.py; DISPATCH_GQA_GROUP_SIZE in flashinfer/utils.cuh",
     ),
     Stack(
@@ -57,7 +54,6 @@ STACKS = (
         splits_heads=True,
         copies_heads=True,
         kernel_groups=frozenset({1, 2, 3, 4, 8}),
-        otherwise="FlashInfer has no decoding kernel of its own and takes the one for prompts; FlashAttention has one",
         source="sglang/srt/models/llama.py; DISPATCH_GQA_GROUP_SIZE in flashinfer/utils.cuh",
     ),
     Stack(
@@ -65,7 +61,6 @@ STACKS = (
         splits_heads=True,
         copies_heads=True,
         kernel_groups=frozenset(range(1, 33)),
-        otherwise="no XQA kernel, so decoding falls back to the general one",
         source="head_grp_size in cpp/tensorrt_llm/kernels/…/decoderXQAImplJIT/supportConfig.cpp",
     ),
     Stack(
@@ -73,7 +68,6 @@ STACKS = (
         splits_heads=False,
         copies_heads=False,
         kernel_groups=None,
-        otherwise="",
         source="layers are distributed (--split-mode layer); n_head must be divisible by n_head_kv, which it is",
     ),
 )
@@ -84,14 +78,14 @@ IGNORING: dict[str, tuple[str, ...]] = {"phi": ("vLLM", "SGLang", "llama.cpp")}
 
 
 def not_served_by(model_type: str) -> tuple[str, ...]:
-    """Stacks that cannot run a type with fewer KV heads than query heads."""
+    """List the stacks that cannot run a type with fewer KV heads than query heads."""
     if model_type in OWN_TYPES:
         return tuple(stack.name for stack in STACKS if stack.name != "transformers")
     return IGNORING.get(model_type, ())
 
 
 def ignored_by(model_type: str) -> str | None:
-    """Which stacks ignore the number of KV heads of a type, as a sentence without its full stop; None: none known."""
+    """Name the stacks that ignore the number of KV heads of a type, without a full stop; None: no stack is known to."""
     names = IGNORING.get(model_type)
     if names is None:
         return None
@@ -100,7 +94,7 @@ def ignored_by(model_type: str) -> str | None:
 
 
 def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> str:
-    """``even``, ``copied`` (each KV head on several devices) or ``refused``."""
+    """Say whether heads lie ``even``, are ``copied`` (each KV head on several devices) or are ``refused``."""
     if not stack.splits_heads:
         return EVEN
     if query_heads % devices:
@@ -111,20 +105,20 @@ def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> st
 
 
 def shown(devices: dict[int, str]) -> str:
-    """The accepted numbers of devices, those that need copies in parentheses: ``1 2 (4 8)``."""
+    """Show the accepted numbers of devices, with those that need copies in parentheses: ``1 2 (4 8)``."""
     even = " ".join(str(size) for size, how in devices.items() if how == EVEN)
     copied = " ".join(str(size) for size, how in devices.items() if how == COPIED)
     return f"{even} ({copied})" if copied else even
 
 
 def slow_kernels(query_heads: int, kv_heads: int) -> list[str]:
-    """Stacks that have no decoding kernel of their own for this many query heads per KV head."""
+    """List the stacks without a decoding kernel of their own for this many query heads per KV head."""
     members = query_heads // kv_heads
     return [stack.name for stack in STACKS if stack.kernel_groups is not None and members not in stack.kernel_groups]
 
 
 def parallel_warnings(groups: int, devices: int) -> list[str]:
-    """What somebody who wants to serve ``groups`` KV heads on ``devices`` should know before converting."""
+    """Warn somebody who wants to serve ``groups`` KV heads on ``devices``, before anything is converted."""
     heads = "1 KV head" if groups == 1 else f"{groups} KV heads"
     found = []
     if devices % groups and groups % devices:
@@ -138,5 +132,5 @@ def parallel_warnings(groups: int, devices: int) -> list[str]:
             f"of a device shrinks no further, and transformers refuses. Max TP without KV replication = {groups}"
         )
     if groups & (groups - 1):
-        found.append(f"{heads} are no power of two, as numbers of devices usually are")
+        found.append(f"{heads} are not a power of two, as numbers of devices usually are")
     return found

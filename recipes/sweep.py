@@ -16,7 +16,7 @@ from ..checkpoint.load import is_seq2seq, load_language_model, load_tokenizer
 from ..checkpoint.source import Checkpoint
 from ..console import info, warn
 from ..convert.calibration.calibrate import calibrate
-from ..convert.family.meta_model import resolved_config
+from ..convert.family.model_type import ModelType
 from ..convert.methods.table import METHODS
 from ..convert.run import convert_checkpoint, plan_conversion
 from ..convert.settings import CalibrationSettings, ConvertSettings
@@ -56,7 +56,7 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     plans = [plan_conversion(checkpoint, groups=groups) for groups in settings.groups]
     corpus = open_corpus(settings.data, HELDOUT)
     tokenizer = load_tokenizer(source.folder)
-    longest = position_limit(resolved_config(source.config), tokenizer)
+    longest = position_limit(ModelType(source.config).resolved, tokenizer)
     if longest is not None and settings.window > longest:
         raise UsageError(
             f"The model takes {longest} tokens, fewer than a window of {settings.window}.", f"--window {longest}"
@@ -73,7 +73,7 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     statistics = out / "statistics.safetensors"  # one pass over the calibration text serves every row
     if any(METHODS[method.removesuffix(REFINED)].reads_text for method in settings.methods):
         wanted = _conversion(settings, "folded", plans[0].groups, statistics)
-        calibrate(plans[0].source, plans[0].family.blocks, wanted)
+        calibrate(plans[0].source, plans[0].family.layers, wanted)
     for groups in settings.groups:
         for method in settings.methods:
             if (method, groups) not in done:
@@ -86,7 +86,7 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
 
 def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
     """Cut the text into documents; for an encoder-decoder, into pairs by span corruption."""
-    if is_seq2seq(resolved_config(source.config)):
+    if is_seq2seq(ModelType(source.config).resolved):
         return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
@@ -163,5 +163,5 @@ def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) 
         "calibration": settings.calibration,
         "calibration tokens": settings.calibration_tokens,
         "refinement steps per layer": settings.refine,
-        **(targets if is_seq2seq(resolved_config(source.config)) else {}),
+        **(targets if is_seq2seq(ModelType(source.config).resolved) else {}),
     }

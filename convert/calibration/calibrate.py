@@ -13,7 +13,6 @@ from ...checkpoint.source import Checkpoint
 from ...console import info
 from ...errors import UsageError
 from ..family.attention_layer import AttentionLayer
-from ..rewrites.encoder_decoder import is_pair
 from ..rewrites.materialise import loadable
 from ..settings import ConvertSettings
 from .collect import collect_statistics, reading_modules
@@ -90,7 +89,7 @@ def new_statistics(
     info(f"Calibrating on {text.ids_BT.numel():,} tokens of {text.corpus.spec}.")
     file = scratch / "statistics.safetensors" if settings.statistics is None else settings.statistics
     metadata = {SOURCE: model.source.digest(), **text.describe()}
-    if is_pair(model.source.config):
+    if any(layer.side == "cross" for layer in layers):
         pairs = cut_spans(text.ids_BT, model.tokenizer())
         with model.reporting_out_of_memory("Calibration"):
             return collect_encoder_decoder_statistics(

@@ -19,7 +19,6 @@ from ... import console
 from ...errors import UnsupportedError
 from ...spans import SpanCorruption
 from ..family.attention_layer import AttentionLayer
-from ..rewrites.encoder_decoder import side
 from .collect import summing_inputs
 from .statistics import TOKENS, Statistics, writing_statistics
 
@@ -67,12 +66,12 @@ def collect_encoder_decoder_statistics(
     Raises:
         UnsupportedError: the class runs its attention in an unusual way, so tokens would be missed.
     """
-    crossing = [layer.layer for layer in layers if side(layer.module) == "cross"]
+    crossing = [layer.layer for layer in layers if layer.side == "cross"]
     # Hooks on k see the input of keys and values; in cross-attention queries have another, seen by hooks on q.
     keys = [f"{layer.module}.k{layer.reads.removeprefix('q')}" for layer in layers]
     queries = [f"{layer.module}.{layer.reads}" for layer in layers if layer.layer in crossing]
     read, written = read_BS.numel(), written_BT.numel()
-    expected = [written if side(layer.module) == "self" else read for layer in layers] + [written] * len(queries)
+    expected = [written if layer.side == "self" else read for layer in layers] + [written] * len(queries)
     hidden = [model.get_submodule(name).weight.shape[1] for name in keys]
     batch = max(batch_tokens // (read_BS.shape[1] + written_BT.shape[1]), 1)
     details = {**metadata, TOKENS: str(read + written)}

@@ -1,17 +1,14 @@
-"""Decide whether a block's queries and outputs may be rewritten together with its keys and values."""
+"""Decide whether a layer's queries and outputs may be rewritten together with its keys and values."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
-
-if TYPE_CHECKING:
-    from .attention_layer import AttentionLayer
+from .attention_layer import AttentionLayer
 
 QUERIES = ("q_proj", "q_proj.linear", "q")
 """Names that classes give to the projection that makes the queries."""
@@ -20,7 +17,7 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "o")
 _KNOWN = re.compile(
     rf"([qkv]_proj|[qkv]|qkv_proj|Wqkv|query_key_value|c_attn|{'|'.join(OUTPUTS)})\.(weight|bias)|[qk]_norm\.weight"
 )
-"""Parameters of an attention block that a change of basis inside its heads accounts for."""
+"""Parameters of an attention layer that a change of basis inside its heads accounts for."""
 _PLACES = re.compile(r"relative_attention_bias\.weight")
 """A number for a query head and a distance, added to the score (T5): no basis matters to it, either."""
 _HEADS_NORM = re.compile(r"[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)")
@@ -30,35 +27,35 @@ _SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
 
 
 def reason_against_rewriting(
-    model: PreTrainedModel, block: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
+    model: PreTrainedModel, layer: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
-    """Why a change of basis inside the heads would not be exact, or None."""
+    """Say why a change of basis inside the heads would not be exact; None where it is."""
     config = model.config.get_text_config()
-    module = model.get_submodule(block.module)
+    module = model.get_submodule(layer.module)
     own = dict(module.named_parameters())
-    head_norms = "k_norm" in block.roles()
+    head_norms = "k_norm" in layer.roles()
     scalars = {name for name, weight in own.items() if _SCALARS.fullmatch(name) and len(weight) == query_heads}
     accounted = {name for name in own if _KNOWN.fullmatch(name) or (head_norms and _HEADS_NORM.fullmatch(name))}
     unknown = {name for name in own.keys() - accounted - scalars if not _PLACES.fullmatch(name)}
-    fused = block.q == block.k
-    if block.q is None or block.o is None or ("q_proj.bias" in own and block.q_bias is None):
+    fused = layer.q == layer.k
+    if layer.q is None or layer.o is None or ("q_proj.bias" in own and layer.q_bias is None):
         return "its query and output projections are not recognised"
     if unknown:
-        return f"{min(unknown)} acts inside the attention block"
-    if block.v == block.k and not fused:
+        return f"{min(unknown)} acts inside the attention layer"
+    if layer.v == layer.k and not fused:
         return "its values are its keys"
     if getattr(module, "v_norm", None) is not None:
         return "it normalises its values"
-    if not fused and tensors[block.q].shape[0] != query_heads * block.head_dim:
-        return f"{block.q} holds more than the queries"
-    if tensors[block.o].shape[1] != query_heads * block.value_dim:
-        return f"{block.o} does not read the heads directly"
-    if block.rotary is None:
+    if not fused and tensors[layer.q].shape[0] != query_heads * layer.head_dim:
+        return f"{layer.q} holds more than the queries"
+    if tensors[layer.o].shape[1] != query_heads * layer.value_dim:
+        return f"{layer.o} does not read the heads directly"
+    if layer.rotary is None:
         return "the layout of its rotary position embedding is not certain"
     if getattr(config, "clip_qkv", None) is not None or getattr(module, "clip_qkv", None) is not None:
         return "it clips queries, keys and values (clip_qkv)"
     if getattr(config, "num_kv_shared_layers", None):
         return "some layers use the keys and values of others (num_kv_shared_layers)"
-    if block.keys_normed and block.k_norm is None and not head_norms:
+    if layer.keys_normed and layer.k_norm is None and not head_norms:
         return "it normalises keys in a way that is not known"
     return None

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from ...checkpoint.header import TensorInfo
 from ...libraries.transformers_internals import gates_behind_queries
+from .attention_layer import AttentionLayer
 from .exactness import OUTPUTS
-from .layout import Stored
-
-if TYPE_CHECKING:
-    from .attention_layer import AttentionLayer
+from .layout import StoredHeads
 
 _OUTPUT = rf"({'|'.join(OUTPUTS)})"
 _BY_HEAD: tuple[tuple[str, int], ...] = (
@@ -45,7 +42,7 @@ def followers_of_queries(
     tensors: Mapping[str, TensorInfo],
     on_disk: Callable[[str], str | None],
     query_heads: int,
-) -> tuple[tuple[Stored, ...], str | None]:
+) -> tuple[tuple[StoredHeads, ...], str | None]:
     """Find what moves with the query heads, or the reason why heads cannot change places.
 
     Args:
@@ -56,7 +53,7 @@ def followers_of_queries(
     """
     module = model.get_submodule(layer.module)
     reason = _reason(model, layer, tensors, query_heads)
-    merged, found = set(layer.merged), list[Stored]()
+    merged, found = set(layer.merged), list[StoredHeads]()
     numbered: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters():
         disk = on_disk(f"{layer.module}.{name}")
@@ -69,10 +66,10 @@ def followers_of_queries(
         elif _SHARED.fullmatch(name) and (len(parameter) == layer.head_dim or "norm." not in name):
             continue
         elif (axis := _axis(name, tuple(parameter.shape), query_heads, "k_norm" in layer.roles())) is not None:
-            found.append(Stored((disk,), name, axis))
+            found.append(StoredHeads((disk,), name, axis))
         else:
             reason = reason or f"how {name} belongs to the heads is not known"
-    found += [Stored(tuple(names), f"q_layernorm.{kind}", numbered=True) for kind, names in numbered.items()]
+    found += [StoredHeads(tuple(names), f"q_layernorm.{kind}", numbered=True) for kind, names in numbered.items()]
     if any(len(one.names) != query_heads for one in found if one.numbered):
         reason = reason or "its query heads have norms of another number"
     return tuple(found), reason

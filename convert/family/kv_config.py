@@ -1,4 +1,4 @@
-"""Where config.json keeps numbers of KV heads: nearly always one key, at the place that the config class reads."""
+"""Find where config.json keeps numbers of KV heads: nearly always one key, at the place that the config class reads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ...errors import UnsupportedError, UsageError
-from ..rewrites.encoder_decoder import DECODER, ENCODER, is_own_pair, query_heads
+from ...errors import CheckpointError, UnsupportedError, UsageError
+from .model_type import KV_KEY, ModelType
 
-_KEYS = ("num_key_value_heads", "num_kv_heads")
+DECODER, ENCODER = KV_KEY, "encoder_num_key_value_heads"
+"""Keys for the KV heads of the two sides of headfold's own encoder-decoders."""
+_KEYS = (KV_KEY, "num_kv_heads")
 _SWITCH = "multi_query"
 _FURTHER = ("swa_num_key_value_heads",)
 """Settings of another kind of layer, beside the usual one."""
@@ -41,38 +43,37 @@ class KvSetting:
     switch: bool = False
 
     def value(self, kv_heads: int) -> int | bool:
-        """What config.json says for ``kv_heads``."""
+        """Return what config.json says for ``kv_heads``."""
         return kv_heads == 1 if self.switch else kv_heads
 
     def shown(self, kv_heads: int) -> str:
-        """The same as it stands there."""
+        """Return the same as text."""
         return json.dumps(self.value(kv_heads))
 
 
-def kv_settings(
-    config: dict[str, Any], resolved: PretrainedConfig, *, encoder: bool = False
-) -> tuple[int, tuple[KvSetting, ...]]:
-    """Query heads, and every number of KV heads that the text decoder has; none when its class has no such setting.
+def kv_settings(model_type: ModelType, *, encoder: bool = False) -> tuple[int, tuple[KvSetting, ...]]:
+    """Find the query heads, and every number of KV heads of the text decoder; none when its class has no such setting.
 
     Args:
-        encoder: those of the encoder, too.
+        encoder: find those of the encoder, too.
 
     Raises:
-        UnsupportedError: config.json does not show where the decoder's settings are, or encoder and decoder have other
-            numbers of query heads.
+        UnsupportedError: config.json does not show where the decoder's settings are, or encoder and decoder have
+            different numbers of query heads.
         UsageError: there is no encoder whose number can be set.
     """
-    if is_own_pair(config):
-        return _pair(resolved, encoder)
+    config, resolved = model_type.config, model_type.resolved
+    if model_type.is_encoder_decoder:
+        return _of_encoder_decoder(resolved, encoder)
     if encoder:
-        raise UsageError(f"Models of type {resolved.model_type} have no encoder to convert.", "Leave --encoder out.")
+        raise UsageError(f"Models of type {model_type.name} have no encoder to convert.", "Leave --encoder out.")
     if _is_switch(resolved):
         all_heads = int(resolved.num_attention_heads)
         return all_heads, (KvSetting((_SWITCH,), 1 if resolved.multi_query else all_heads, switch=True),)
-    places = _PLACES.get(resolved.model_type)
+    places = _PLACES.get(model_type.name)
     if places is not None:
-        return _elsewhere(config, resolved, places)
-    text = resolved.get_text_config(decoder=True)
+        return _elsewhere(resolved, places)
+    text = model_type.text
     heads = getattr(text, "num_attention_heads", None)
     key = next((key for key in _KEYS if hasattr(text, key)), None)
     if not isinstance(heads, int) or key is None:
@@ -82,8 +83,23 @@ def kv_settings(
     return heads, tuple(_setting(config, text, place, name, heads) for name in names)
 
 
+def query_heads(resolved: Any) -> tuple[int, int]:
+    """Return the query heads of the decoder and of the encoder.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    both = tuple(
+        int(getattr(resolved, f"{side}_attention_heads", None) or resolved.num_attention_heads)
+        for side in ("decoder", "encoder")
+    )
+    if min(both) < 1:
+        raise CheckpointError("config.json asks for a model without heads.", "Repair config.json.")
+    return both[0], both[1]
+
+
 def with_kv_heads(config: dict[str, Any], settings: Iterable[KvSetting], kv_heads: int | None = None) -> dict[str, Any]:
-    """A copy of config.json's contents with these settings spelled out, at their own numbers or at ``kv_heads``."""
+    """Copy config.json with these settings spelled out, at their own numbers or at ``kv_heads``."""
     edited = copy.deepcopy(config)
     for setting in settings:
         number = setting.heads if kv_heads is None else kv_heads
@@ -96,7 +112,7 @@ def with_kv_heads(config: dict[str, Any], settings: Iterable[KvSetting], kv_head
 
 
 def present(config: dict[str, Any], paths: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The paths that config.json has."""
+    """Yield the paths that config.json has."""
     for path in paths:
         found: Any = config
         for key in path[:-1]:
@@ -105,8 +121,8 @@ def present(config: dict[str, Any], paths: Iterable[tuple[str, ...]]) -> Iterato
             yield path
 
 
-def _pair(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSetting, ...]]:
-    """An encoder-decoder of our own."""
+def _of_encoder_decoder(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSetting, ...]]:
+    """Find the settings of an encoder-decoder of headfold's own."""
     heads, encoder_heads = query_heads(resolved)
     found = [KvSetting((DECODER,), int(getattr(resolved, DECODER)))]
     if encoder and heads != encoder_heads:
@@ -120,7 +136,7 @@ def _pair(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSetting, ...]]:
 
 
 def _is_switch(resolved: PretrainedConfig) -> bool:
-    """True for types that know one KV head or all: GPTBigCode, and Falcon in its old layout."""
+    """Whether the type knows one KV head or all: GPTBigCode, and Falcon in its old layout."""
     old_falcon = resolved.model_type == "falcon" and not resolved.new_decoder_architecture
     return old_falcon or resolved.model_type == "gpt_bigcode"
 
@@ -134,21 +150,19 @@ def _setting(
     return KvSetting(path, query_heads if absent else int(heads))
 
 
-def _elsewhere(
-    config: dict[str, Any], resolved: PretrainedConfig, places: tuple[tuple[str, ...], ...]
-) -> tuple[int, tuple[KvSetting, ...]]:
+def _elsewhere(resolved: PretrainedConfig, places: tuple[tuple[str, ...], ...]) -> tuple[int, tuple[KvSetting, ...]]:
     settings = []
     for path in places:
         part: Any = resolved
         for key in path[:-1]:
             part = getattr(part, key)
-        settings.append(KvSetting(path, int(getattr(part, path[-1])), ((_KEYS[0],),)))
+        settings.append(KvSetting(path, int(getattr(part, path[-1])), ((KV_KEY,),)))
     holder = resolved if hasattr(resolved, "num_attention_heads") else getattr(resolved, places[0][0])
     return int(holder.num_attention_heads), tuple(settings)
 
 
 def _place(config: dict[str, Any], resolved: PretrainedConfig, text: PretrainedConfig) -> tuple[str, ...]:
-    """The sub-config of config.json that describes the text decoder; () when it is the top level."""
+    """Find the sub-config of config.json that describes the text decoder; () when it is the top level."""
     if text is resolved:
         return ()
     for name in type(resolved).sub_configs:
@@ -158,7 +172,7 @@ def _place(config: dict[str, Any], resolved: PretrainedConfig, text: PretrainedC
 
 
 def _is_null(config: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """True when config.json says null, which means "as many as query heads"; some classes read it otherwise."""
+    """Whether config.json says null, which means "as many as query heads"; some classes read it otherwise."""
     return any(_value(config, found) is None for found in present(config, [path]))
 
 

@@ -1,4 +1,4 @@
-"""What of a model class follows the number of KV heads: its parameters at one number against those at another."""
+"""Find the parameters of a model class that depend on the number of KV heads, by comparing it at two numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FUSED_LEAF = re.compile(r"\.(?P<leaf>qkv_proj|Wqkv|query_key_value|c_attn)\.(?P
 
 
 @dataclass(frozen=True)
-class Numbers:
+class HeadNumbers:
     """The two numbers of KV heads at which a class was built, and its query heads."""
 
     query_heads: int
@@ -37,13 +37,13 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Change:
-    """One parameter that follows the number of KV heads, or one per head of a numbered kind.
+class KvParameter:
+    """One parameter that depends on the number of KV heads; of a numbered kind, the parameters of all heads.
 
     Attributes:
-        module: the attention block that it belongs to.
+        module: the attention module that it belongs to.
         names: in the model class.
-        layout, axis, suffix, numbered: as in :class:`headfold.convert.family.layout.Stored`.
+        layout, axis, suffix, numbered: as in :class:`headfold.convert.family.layout.StoredHeads`.
         leaf: the submodule of a fused projection.
     """
 
@@ -64,62 +64,62 @@ class Change:
         return ("q", "k", "v") if self.fused else (self.layout,)
 
 
-def changed_parameters(
-    many: PreTrainedModel, few: PreTrainedModel, numbers: Numbers, fused: str | None
-) -> Iterator[Change]:
-    """Every parameter whose shape differs or that only one of the two has.
+def kv_parameters(
+    many: PreTrainedModel, few: PreTrainedModel, numbers: HeadNumbers, fused: str | None
+) -> Iterator[KvParameter]:
+    """Yield every parameter whose shape differs or that only one of the two classes has.
 
     Raises:
-        UnsupportedError: a parameter that is no known part of the keys and values follows the number too.
+        UnsupportedError: another parameter than the known parts of keys and values depends on the number, too.
     """
     large, small = ({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} for model in (many, few))
     for name, shape in large.items():
         if _NUMBERED.search(name) or small.get(name) == shape:
             continue
-        change = _fused_change(name, (shape, small.get(name)), numbers, fused) or _plain_change(
+        found = _fused_parameter(name, (shape, small.get(name)), numbers, fused) or _plain_parameter(
             name, (shape, small.get(name)), numbers
         )
-        if change is None:
+        if found is None:
             raise _departs(type(many).__name__, name)
-        yield change
-    yield from _numbered_changes(type(many).__name__, large, small, (numbers.kv_heads, numbers.fewer))
+        yield found
+    yield from _numbered_parameters(type(many).__name__, large, small, (numbers.kv_heads, numbers.fewer))
 
 
-def _numbered_changes(
+def _numbered_parameters(
     class_name: str, large: Mapping[str, object], small: Mapping[str, object], heads: tuple[int, int]
-) -> Iterator[Change]:
-    """Norms that are one module per head: with fewer KV heads there are fewer of them."""
+) -> Iterator[KvParameter]:
+    """Yield norms that are one module per head: with fewer KV heads there are fewer of them."""
     numbered: dict[str, list[str]] = {}
     for name in filter(_NUMBERED.search, large):
         numbered.setdefault(_NUMBERED.sub(".norms.#.", name), []).append(name)
     for names in numbered.values():
         left = [name for name in names if name in small]
         if len(left) == len(names) and all(large[name] == small[name] for name in names):
-            continue  # the queries' norms
+            continue  # the norms of the queries, whose number stays
         role = _role(names[0])
         if role is None or (len(names), len(left)) != heads:
             raise _departs(class_name, names[0])
-        yield Change(role[0], tuple(names), role[1], numbered=True)
+        yield KvParameter(role[0], tuple(names), role[1], numbered=True)
 
 
-def _plain_change(name: str, shapes: _Shapes, numbers: Numbers) -> Change | None:
-    """A parameter with heads along one axis."""
+def _plain_parameter(name: str, shapes: _Shapes, numbers: HeadNumbers) -> KvParameter | None:
+    """Recognise a parameter with heads along one axis."""
     role, (shape, small) = _role(name), shapes
     if role is None or small is None or len(small) != len(shape):
         return None
     axes = [axis for axis, (before, after) in enumerate(zip(shape, small, strict=True)) if before != after]
     if len(axes) != 1 or not _in_proportion(shape[axes[0]], numbers.kv_heads, small[axes[0]], numbers.fewer):
         return None
-    return Change(role[0], (name,), role[1], axes[0])
+    return KvParameter(role[0], (name,), role[1], axes[0])
 
 
 def _in_proportion(large: int, heads: int, small: int, fewer: int) -> bool:
-    """True when both sizes are the same whole number of rows per head."""
+    """Whether both sizes are the same whole number of rows per head."""
     return large % heads == 0 and large * fewer == small * heads
 
 
 def _role(name: str) -> tuple[str, str] | None:
-    """(attention block, role) of a parameter, by its name."""
+    """Split the name of a parameter into attention module and role."""
     for ending, role in _ROLES:
         match = re.fullmatch(rf"(?P<module>.+?){ending}", name)
         if match is not None:
@@ -127,8 +127,8 @@ def _role(name: str) -> tuple[str, str] | None:
     return None
 
 
-def _fused_change(name: str, shapes: _Shapes, numbers: Numbers, fused: str | None) -> Change | None:
-    """Query, key and value heads of one width along the first axis."""
+def _fused_parameter(name: str, shapes: _Shapes, numbers: HeadNumbers, fused: str | None) -> KvParameter | None:
+    """Recognise query, key and value heads of one width along the first axis."""
     match, (shape, small) = re.fullmatch(rf"(?P<module>.+){_FUSED_LEAF.pattern}", name), shapes
     if match is None or fused is None or small is None or shape[1:] != small[1:]:
         return None
@@ -136,7 +136,7 @@ def _fused_change(name: str, shapes: _Shapes, numbers: Numbers, fused: str | Non
     if not _in_proportion(shape[0], heads, small[0], fewer):
         return None
     suffix = "_bias" if match["kind"] == "bias" else ""
-    return Change(match["module"], (name,), fused, suffix=suffix, leaf=match["leaf"])
+    return KvParameter(match["module"], (name,), fused, suffix=suffix, leaf=match["leaf"])
 
 
 def _departs(class_name: str, name: str) -> UnsupportedError:

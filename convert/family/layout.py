@@ -1,7 +1,7 @@
-"""How the heads of one attention block lie in its tensors on disk: which axis, in which order, whose heads.
+"""The order of heads in the tensors of an attention layer on disk: along which axis, and whose heads.
 
-Nearly every type keeps a tensor per projection; some keep several projections in one tensor (fused), and some keep one
-tensor per head (numbered). Letters of shapes as in heads.py; R is what one head has in a tensor (D rows of a weight).
+Nearly every type keeps a tensor per projection. Some keep several projections in one tensor (fused), and some keep one
+tensor per head (numbered). In shapes, R is the rows of one head in a tensor (D for the weight of a projection).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Spans = tuple[tuple[str, int], ...]
-"""(role, heads) in the order of the axis. Roles: ``q``, ``k``, ``v``, with ``_bias``, and those of blocks.ROLES."""
+"""(role, heads) in the order of the axis. Roles: ``q``, ``k``, ``v``, with ``_bias``, and those in kv_parameters.py."""
 
 
 def _one_after_the_other(query_heads: int, kv_heads: int) -> Spans:
@@ -29,7 +29,7 @@ FUSED: dict[str, Callable[[int, int], Spans]] = {"q|k|v": _one_after_the_other, 
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredHeads:
     """Tensors on disk that together hold the heads of one role, or of several fused ones.
 
     Attributes:
@@ -50,20 +50,20 @@ class Stored:
         return self.layout in FUSED
 
     def spans(self, query_heads: int, kv_heads: int) -> Spans:
-        """Whose heads follow each other along the axis."""
+        """List whose heads follow each other along the axis."""
         if not self.fused:
             return ((self.layout, kv_heads),)
         return tuple((role + self.suffix, heads) for role, heads in FUSED[self.layout](query_heads, kv_heads))
 
     def merged_shape(self, shape: tuple[int, ...], query_heads: int, kv_heads: int, groups: int) -> tuple[int, ...]:
-        """The shape of each tensor once the KV heads are ``groups``."""
+        """Compute the shape of each tensor with ``groups`` KV heads."""
         if self.numbered:
             return shape
         before, after = (sum(heads for _, heads in self.spans(query_heads, count)) for count in (kv_heads, groups))
         return (*shape[: self.axis], shape[self.axis] // before * after, *shape[self.axis + 1 :])
 
     def split(self, tensors: list[Tensor], query_heads: int, kv_heads: int) -> dict[str, Tensor]:
-        """Role → (heads, R, …), heads in the order in which queries use them.
+        """Split into role → (heads, R, …), heads in the order in which queries use them.
 
         Args:
             tensors: the contents of ``names``.
@@ -79,9 +79,11 @@ class Stored:
         return {role: found[0] if len(found) == 1 else torch.cat(found) for role, found in pieces.items()}
 
     def join(self, heads: Mapping[str, Tensor], query_heads: int, groups: int) -> dict[str, Tensor]:
-        """The inverse of :meth:`split` for a result with ``groups`` KV heads: disk name → tensor."""
+        """Undo :meth:`split` for a result with ``groups`` KV heads: disk name → tensor."""
         if self.numbered:
-            return dict(zip(self.names, heads[self.layout].squeeze(1), strict=False))  # names past the groups go
+            return dict(
+                zip(self.names, heads[self.layout].squeeze(1), strict=False)
+            )  # names past the groups are dropped
         pieces, taken = [], dict.fromkeys(heads, 0)
         for role, count in self.spans(query_heads, groups):
             pieces.append(heads[role][taken[role] : taken[role] + count])

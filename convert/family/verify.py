@@ -8,7 +8,7 @@ from typing import Any
 from ...checkpoint.modelling import register_own_code
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, first_line
-from .meta_model import model_class, quiet_transformers
+from .model_type import ModelType, quiet_transformers
 
 
 def verify(folder: Path) -> list[str]:
@@ -23,7 +23,7 @@ def verify(folder: Path) -> list[str]:
     """
     config = Checkpoint.open(folder, weights=False).config
     register_own_code(config, folder)
-    cls: Any = model_class(config)
+    cls: Any = ModelType(config).model_class
     with quiet_transformers():
         try:
             _, report = cls.from_pretrained(

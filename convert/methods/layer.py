@@ -85,7 +85,7 @@ def read_attention(source: Checkpoint, family: Family, layer: AttentionLayer) ->
     """Read one layer of a checkpoint as heads, in float32 (float64 stays).
 
     Gates and sinks beside the projections are left out, and keys that serve as values come twice. So only a
-    ``rewritable`` layer can be written back from the result.
+    layer without a ``rewrite_obstacle`` can be written back from the result.
 
     Raises:
         UnsupportedError: the query or output projection is not known.
@@ -104,7 +104,9 @@ def _attention(
             # A query projection may hold a gate behind each head's queries (Qwen3-Next): take the queries only.
             heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))[:, : layer.head_dim]
     if not {"q", "k", "v"} <= heads.keys() or layer.o is None:
-        raise UnsupportedError(f"{layer.module} has no query or output projection that is known: {layer.rewritable}.")
+        raise UnsupportedError(
+            f"{layer.module} has no query or output projection that is known: {layer.rewrite_obstacle}."
+        )
     wide = {role: _widened(tensor) for role, tensor in heads.items()}
     # Norms with weights of every head differ from member to member, so K must not be turned: an absent norm says that.
     shared_norms = "k_norm" not in heads

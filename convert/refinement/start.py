@@ -13,7 +13,7 @@ from ...errors import DataError, UnsupportedError
 from ..calibration.source_model import SourceModel
 from ..calibration.text import CalibrationText
 from ..family.attention_layer import AttentionLayer
-from ..rewrites.encoder_decoder import is_pair, refuse_refinement
+from ..family.model_type import ModelType
 from ..rewrites.materialise import model_folder
 from ..settings import ConvertSettings
 from .fit import RefineSettings
@@ -76,7 +76,7 @@ class Refinement:
             require_refinable(model, source, self.layers, self.text.ids_BT, self.settings, work, device=model.device)
 
 
-def refinement_steps(settings: ConvertSettings, config: dict[str, Any], *, by_default: bool) -> int:
+def refinement_steps(settings: ConvertSettings, model_type: ModelType, *, by_default: bool) -> int:
     """Decide on the steps per layer; 0 for no refinement.
 
     Args:
@@ -85,11 +85,15 @@ def refinement_steps(settings: ConvertSettings, config: dict[str, Any], *, by_de
     Raises:
         UnsupportedError: refinement was requested, and the model is an encoder-decoder.
     """
-    if settings.refine:
-        refuse_refinement(config)
+    if settings.refine and model_type.is_encoder_decoder:
+        # It fits one layer after the other to one text, and cross-attention reads two.
+        raise UnsupportedError(
+            f"Refinement is not offered for encoder-decoders ({model_type.name}).",
+            "Leave --refine out, and uptrain the result.",
+        )
     if settings.refine is not None:
         return settings.refine
-    return RefineSettings.steps if by_default and not is_pair(config) else 0
+    return RefineSettings.steps if by_default and not model_type.is_encoder_decoder else 0
 
 
 def fit_settings(steps: int, seed: int, text: CalibrationText) -> RefineSettings:

@@ -1,4 +1,4 @@
-"""Write a rewritten checkpoint as it is, with all its KV heads: what calibration and refinement run as the source."""
+"""Write a rewritten checkpoint with all its KV heads, so that calibration and refinement can run it as the source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .retyped import RetypedCheckpoint, RewrittenCheckpoint
 _REWRITTEN = ".rewritten-"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model")
 _SAMPLE = "Hello world,  it's 2024!\n\tdef f(x):\n        return [x_1, 'e\u0301', \"漢字\"] 🙂 <|endoftext|>"
-"""Where tokenizers of one vocabulary differ: runs of spaces, code, letters in two parts, special tokens."""
+"""Text on which tokenizers of one vocabulary differ: runs of spaces, code, letters in two parts, special tokens."""
 
 
 def materialise(checkpoint: RewrittenCheckpoint, folder: Path) -> Path:
@@ -63,9 +63,9 @@ def materialise(checkpoint: RewrittenCheckpoint, folder: Path) -> Path:
 
 @contextmanager
 def loadable(checkpoint: Checkpoint, out: Path) -> Iterator[Checkpoint]:
-    """A checkpoint that :func:`model_folder` can give a folder of; a rewritten one gets room beside ``out`` meanwhile.
+    """Make a checkpoint that :func:`model_folder` can give a folder of. A rewritten one gets room beside ``out``.
 
-    What a killed run for the same ``out`` left there is removed.
+    The room is removed at the end, and so is any that a killed run for the same ``out`` left.
     """
     if not isinstance(checkpoint, RewrittenCheckpoint):
         yield checkpoint
@@ -78,14 +78,14 @@ def loadable(checkpoint: Checkpoint, out: Path) -> Iterator[Checkpoint]:
 
 
 def model_folder(checkpoint: Checkpoint) -> Path:
-    """The folder from which transformers loads the checkpoint; a rewritten one is written there when it is needed.
+    """Return the folder that transformers loads the checkpoint from. A rewritten one is written at first need.
 
     Raises:
         HeadfoldError: there is no room for it.
     """
     if not isinstance(checkpoint, RewrittenCheckpoint):
         return checkpoint.folder
-    assert checkpoint.scratch is not None, "ask loadable() first"
+    assert checkpoint.scratch is not None, "call loadable() first"
     folder = checkpoint.scratch / "model"
     if not folder.exists():
         require_space(checkpoint.scratch, checkpoint.weight_bytes)
@@ -96,23 +96,23 @@ def model_folder(checkpoint: Checkpoint) -> Path:
 
 
 def say_route(checkpoint: RetypedCheckpoint) -> None:
-    """Tell what the result will be and where it runs, before anything is written."""
+    """Say which type the result will be and where it runs, before anything is written."""
     info(
         f"The class of {checkpoint.source_type} has no setting for KV heads, so it is rewritten as "
         f"{checkpoint.model_type} ({checkpoint.class_name}), which computes the same."
     )
     info(checkpoint.runs)
-    if checkpoint.fails and ignored_by(checkpoint.model_type) is None:  # else the family's notes say it
+    if checkpoint.fails and ignored_by(checkpoint.model_type) is None:  # otherwise the notes of the family say it
         warn(checkpoint.fails)
 
 
 def settle_tokenizer(source: Path, folder: Path) -> None:
-    """Make sure that the result's tokenizer, which its model type helps to choose, is the source's.
+    """Make sure that the result has the source's tokenizer, although the model type helps to choose it.
 
     Some types load ``tokenizer.json`` alone; where the source has only its older files, it is added.
 
     Raises:
-        CheckpointError: the tokens would be others.
+        CheckpointError: the tokens would differ.
     """
     if not any((source / name).exists() for name in _TOKENIZER_FILES):
         return

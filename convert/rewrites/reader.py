@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ...checkpoint.header import FLOATS
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError
 from ...libraries.transformers_internals import memory_names
-from ..family.meta_model import build, model_class
+from ..family.model_type import ModelType
 from .decoder import LinearWeights, NormWeights
 from .lazy import LazyTensor
 
@@ -18,8 +16,8 @@ from .lazy import LazyTensor
 class TensorReader:
     """Hands out the tensors of a checkpoint, and knows which of them have been read."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        model: PreTrainedModel = build(model_class(checkpoint.config), checkpoint.config)
+    def __init__(self, checkpoint: Checkpoint, model_type: ModelType) -> None:
+        model = model_type.on_meta()
         self.checkpoint = checkpoint
         self.config: Any = model.config
         self._prefix = model.base_model_prefix

@@ -1,4 +1,4 @@
-"""A source that presents itself as a checkpoint of its target type; nothing is computed until a tensor is read."""
+"""Sources that present themselves as checkpoints of their target type; nothing is computed until a tensor is read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RetypedCheckpoint(Checkpoint):
 
     Attributes:
         original: the source as it is on disk.
-        source_type, model_type: of the source and of this.
-        class_name: of the target type.
+        source_type, model_type: type of the source, and the target type.
+        class_name: class of the target type.
         runs, fails: where the result runs and where it does not, a sentence each.
     """
 
@@ -31,8 +31,13 @@ class RetypedCheckpoint(Checkpoint):
     runs: str = ""
     fails: str = ""
 
+    @property
+    def unchanged_kind(self) -> str:
+        """How a tensor outside the changed attention gets into a result: the kind of its action in the plan."""
+        return "copy"
+
     def describe(self) -> dict[str, str]:
-        """What headfold.json says about it."""
+        """Return what headfold.json says about it."""
         return {
             "from": self.source_type,
             "to": self.model_type,
@@ -44,17 +49,21 @@ class RetypedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class RewrittenCheckpoint(RetypedCheckpoint):
-    """Names, shapes and dtypes are those of the target type, too.
+    """A source whose names, shapes and dtypes are those of the target type, too.
 
     Attributes:
-        states_of: the type whose layers read the same inner states, of which statistics are.
+        states_of: the type whose layers read the same hidden states; statistics of the one fit the other.
         lazies: name → the tensor.
-        scratch: a folder in which it may be written whole, for those who have to run it.
+        scratch: a folder for the whole checkpoint where it has to be run.
     """
 
     states_of: str = ""
     lazies: dict[str, LazyTensor] = field(default_factory=dict)
     scratch: Path | None = None
+
+    @property
+    def unchanged_kind(self) -> str:
+        return "compute"
 
     def read(self, name: str) -> torch.Tensor:
         """Compute one tensor, in the dtype it is stored in or wider.
@@ -68,13 +77,13 @@ class RewrittenCheckpoint(RetypedCheckpoint):
         return tensor
 
     def digest(self) -> str:
-        """The digest of the source together with the type that its inner states are those of."""
+        """Hash the digest of the source together with ``states_of``."""
         assert self.original is not None
         return hashlib.sha256(f"{self.original.digest()} as {self.states_of}".encode()).hexdigest()
 
 
 def headers_of(lazies: dict[str, LazyTensor], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:
-    """Headers and places as they would be: every tensor in the file that it comes from, without a byte range there."""
+    """Make headers as they would be: every tensor in the file that it comes from, without a byte range there."""
     tensors = {name: TensorInfo(name, lazy.dtype, lazy.shape, lazy.file, 0, 0) for name, lazy in lazies.items()}
     headers = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""Which type a source is rewritten as: one row a type, and the reasons why some settings have no route."""
+"""Choose the type that a source is rewritten as: one row per type, and the reasons why some settings have no route."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
-from ..family.meta_model import known_type, model_class, resolved_config
+from ..family.family import group_counts
+from ..family.model_type import ModelType
 from .decoder import NeutralSettings
 from .reader import TensorReader
 from .retyped import RewrittenCheckpoint, headers_of
@@ -26,9 +27,15 @@ _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "
 
 @dataclass(frozen=True)
 class Route:
-    """How one checkpoint can be converted although its own class has no KV-head setting."""
+    """The types that one checkpoint can be rewritten as, because its own class has no KV-head setting.
 
-    source_type: str
+    Attributes:
+        model_type: type of the source.
+        targets: types that it can be rewritten as; the first that can have the groups is taken.
+        settings: its settings in neutral form.
+    """
+
+    model_type: ModelType
     targets: tuple[TargetType, ...]
     settings: NeutralSettings
 
@@ -39,21 +46,24 @@ class Route:
 
     @property
     def groups(self) -> list[int]:
-        """The numbers of groups that it leads to."""
-        divisors = [groups for groups in range(1, self.heads + 1) if self.heads % groups == 0]
-        return [groups for groups in divisors if any(self._has(target, groups) for target in self.targets)]
+        """The possible numbers of groups."""
+        return [
+            groups for groups in group_counts(self.heads) if any(self._has(target, groups) for target in self.targets)
+        ]
 
     def target(self, *groups: int) -> TargetType | None:
-        """The first type that can have all these numbers of groups, or None."""
+        """Find the first type that can have all these numbers of groups, or None."""
         return next((one for one in self.targets if all(self._has(one, number) for number in groups)), None)
 
     def _has(self, target: TargetType, groups: int) -> bool:
         return target.any_groups or groups in (1, self.heads)
 
     def describe(self) -> str:
-        """What the user gets."""
-        used = {target: [groups for groups in self.groups if self.target(groups) is target] for target in self.targets}
-        used = {target: groups for target, groups in used.items() if groups}
+        """Tell what the user gets."""
+        by_target = {
+            target: [groups for groups in self.groups if self.target(groups) is target] for target in self.targets
+        }
+        used = {target: groups for target, groups in by_target.items() if groups}
         told = []
         for target, groups in used.items():
             which = f" with {' or '.join(map(str, groups))} KV heads" if len(used) > 1 else ""
@@ -76,38 +86,35 @@ ROWS: dict[str, Callable[[Any], tuple[TargetType, ...]]] = {
 
 
 def _plain_opt(config: Any) -> bool:
-    """False for norms behind attention and MLP, projected embeddings (both in opt-350m) and no last norm."""
+    """Return False for norms behind attention and MLP, projected embeddings (both in opt-350m) and no last norm."""
     settings = SOURCES["opt"].settings(config)
     return settings.norms_first and settings.final_norm and settings.embedding_width is None
 
 
-def route_of(config: dict[str, Any]) -> Route | None:
-    """The route for a checkpoint, from its config.json alone; None where its type has none.
+def route_of(model_type: ModelType) -> Route | None:
+    """Find the route for a checkpoint from its config.json alone; None where its type has none.
 
     Raises:
         UnsupportedError: the type has a route, but not with these settings.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ROWS:
+    name = model_type.name
+    if name not in ROWS:
         return None
-    source = SOURCES[model_type]
-    resolved = resolved_config(config)
-    usual = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[known_type(config)]
-    if model_class(config).__name__ != usual:
-        raise UnsupportedError(
-            f"Of type {model_type}, only {usual} can be rewritten, not {model_class(config).__name__}."
-        )
+    source, resolved = SOURCES[name], model_type.resolved
+    usual, found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], model_type.model_class.__name__
+    if found != usual:
+        raise UnsupportedError(f"Of type {name}, only {usual} can be rewritten, not {found}.")
     _require_sizes(resolved)
     for holds, reason in source.demands:
         if not holds(resolved):
             raise UnsupportedError(
-                f"This {model_type} checkpoint cannot be rewritten as a type with fewer KV heads: {reason}."
+                f"This {name} checkpoint cannot be rewritten as a type with fewer KV heads: {reason}."
             )
-    return Route(model_type, ROWS[model_type](resolved), source.settings(resolved))
+    return Route(model_type, ROWS[name](resolved), source.settings(resolved))
 
 
 def _require_sizes(resolved: Any) -> None:
-    """Refuse sizes that no model can have; the classes that are built later would fail in words of their own."""
+    """Refuse sizes that no model can have; the classes would fail on them later, with messages that say less."""
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     for name in names:
         size = getattr(resolved, name, 1)
@@ -120,31 +127,28 @@ def _require_sizes(resolved: Any) -> None:
         )
 
 
-def rewritten(checkpoint: Checkpoint, *groups: int) -> Checkpoint:
-    """The checkpoint as a type that can have each of these numbers of KV heads, where its own cannot; else itself.
+def rewritten(checkpoint: Checkpoint, route: Route, *groups: int) -> RewrittenCheckpoint:
+    """Present the checkpoint as a type that can have each of these numbers of KV heads.
 
     Raises:
         UsageError: no type that it can be rewritten as has such a number.
         UnsupportedError: the checkpoint cannot be rewritten exactly.
         CheckpointError: config.json and the tensors contradict each other.
     """
-    route = route_of(checkpoint.config)
-    if route is None:
-        return checkpoint
     target = route.target(*groups)
     impossible = [number for number in groups if number not in route.groups]
     if target is None or impossible:
         raise UsageError(
-            f"{route.heads} KV heads of type {route.source_type} cannot be merged into {impossible[0]} groups.",
+            f"{route.heads} KV heads of type {route.model_type.name} cannot be merged into {impossible[0]} groups.",
             f"Possible numbers of groups: {', '.join(map(str, route.groups))}.",
         )
     return as_target(checkpoint, route, target)
 
 
 def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> RewrittenCheckpoint:
-    """See :func:`rewritten`."""
-    reader = TensorReader(checkpoint)
-    decoder = SOURCES[route.source_type].read(reader, route.settings)
+    """Present the checkpoint as ``target``, see :func:`rewritten`."""
+    reader = TensorReader(checkpoint, route.model_type)
+    decoder = SOURCES[route.model_type.name].read(reader, route.settings)
     lazies = dict(target.tensors(decoder))
     config = target_config(checkpoint, route, target, tied=decoder.head is None)
     headers, tensors = headers_of(lazies, checkpoint.weight_files)
@@ -162,10 +166,10 @@ def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> Rewri
         left_out=checkpoint.left_out,
         notes=(*checkpoint.notes, *dropped),
         original=checkpoint,
-        source_type=route.source_type,
+        source_type=route.model_type.name,
         model_type=target.model_type,
         class_name=target.class_name,
-        states_of=target.model_type if target.folds_norms else route.source_type,
+        states_of=target.model_type if target.folds_norms else route.model_type.name,
         runs=target.runs,
         fails=target.fails,
         lazies=lazies,
@@ -173,13 +177,13 @@ def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> Rewri
 
 
 def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, tied: bool) -> dict[str, Any]:
-    """config.json of ``target``, with all KV heads; no weights are needed.
+    """Make config.json of ``target``, with all KV heads; no weights are needed.
 
     Args:
         tied: the output head is the embedding.
     """
     source = checkpoint.config
-    resolved = resolved_config(source)
+    resolved = route.model_type.resolved
     ids = {key: getattr(resolved, key, None) for key in _CARRIED if key.endswith("_id")}
     carried = {key: source[key] for key in _CARRIED if source.get(key) is not None}
     dtype = source.get("torch_dtype") or source.get("dtype")
@@ -189,7 +193,7 @@ def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, t
         **target.config(route.settings, tied),
         "use_cache": True,
         **ids,
-        **({} if names_tokenizer(checkpoint) else _tokenizer_class(route.source_type)),
+        **({} if names_tokenizer(checkpoint) else _tokenizer_class(route.model_type.name)),
         **carried,
         **({} if dtype is None else {"torch_dtype": dtype}),
     }
@@ -201,12 +205,12 @@ def _tokenizer_class(source_type: str) -> dict[str, str]:
 
 
 def names_tokenizer(checkpoint: Checkpoint) -> bool:
-    """True when the folder says which tokenizer class it needs; otherwise the model type decides, and it changes."""
+    """Whether the folder says which tokenizer class it needs; otherwise the model type decides, and it changes."""
     file = checkpoint.folder / "tokenizer_config.json"
     if not file.exists():
         return False
     try:
         named = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{file} is no valid JSON.", "Fetch or repair this file.") from problem
+        raise CheckpointError(f"{file} is not valid JSON.", "Fetch or repair this file.") from problem
     return isinstance(named, dict) and named.get("tokenizer_class") is not None

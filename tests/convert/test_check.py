@@ -10,6 +10,7 @@ import pytest
 import torch
 from headfold import cli
 from headfold.convert.check import check_checkpoint, rope_bases
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.run import convert_checkpoint
 from headfold.errors import CheckpointError
 from safetensors.torch import load_file, save_file
@@ -34,7 +35,7 @@ def _run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_gq109_a_sound_result_passes_and_an_old_config_is_named(
+def test_a_sound_result_passes_and_an_old_config_is_named(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = convert_checkpoint(source, tmp_path / "out", groups=1)
@@ -49,7 +50,7 @@ def test_gq109_a_sound_result_passes_and_an_old_config_is_named(
     assert "Traceback" not in shown
 
 
-def test_tensors_that_nobody_uses_fail_unless_the_conversion_knew_them(source: Path, tmp_path: Path) -> None:
+def test_tensors_that_the_class_does_not_use_fail_unless_the_record_names_them(source: Path, tmp_path: Path) -> None:
     save_file({**load_file(source / "model.safetensors"), "mtp.x": torch.ones(3)}, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mtp\.x"):
         check_checkpoint(source)
@@ -70,7 +71,7 @@ V4 = {"rope_parameters": None, "rope_theta": 1e6}
         ({"rope_parameters": None}, "absent", "absent", "10,000", None),
     ],
 )
-def test_gq103_the_rope_base_that_each_kind_of_reader_finds(
+def test_the_rope_base_that_each_kind_of_reader_finds_is_shown(
     dialect: dict[str, Any], v4: str, v5: str, here: str | None, warned: str | None, source: Path, tmp_path: Path
 ) -> None:
     _edit_config(source, **dialect)
@@ -86,16 +87,16 @@ def test_gq103_the_rope_base_that_each_kind_of_reader_finds(
     assert any(warned in warning for warning in found.warnings) if warned else not found.warnings
 
 
-def test_gq103_a_base_for_each_kind_of_layer() -> None:
+def test_a_rope_base_for_each_kind_of_layer_is_shown() -> None:
     config = tiny_model("gemma3_text", 4, 4).config.to_dict()
-    seen = rope_bases(config)
+    seen = rope_bases(ModelType(config))
     assert "sliding_attention 10,000" in seen["v5"]
     assert seen["v5"] == seen["here"]
     assert seen["v4"] == "absent"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 4), (8, 1), (71, 1)])
-def test_gq102_gguf_converters_permute_k_by_the_number_in_config_json(heads: int, kv_heads: int) -> None:
+def test_gguf_converters_permute_k_by_the_number_in_config_json(heads: int, kv_heads: int) -> None:
     """The published permutation of llama.cpp's converter undoes itself for any number of KV heads that config.json
     names; with the number of query heads, as for a config without it, k comes out scrambled."""
     width = 8

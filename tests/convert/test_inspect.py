@@ -4,7 +4,7 @@ import json
 
 import pytest
 from calibrated import calibration_text, convert_calibrated
-from headfold.convert.inspect import inspect_checkpoint, predict_damage
+from headfold.convert.inspect import inspect_checkpoint, predict_loss
 from headfold.convert.run import plan_conversion
 from headfold.errors import UnsupportedError, UsageError
 
@@ -54,13 +54,13 @@ def test_a_type_without_the_setting_is_refused(config):
         inspect_checkpoint(config(model_type="xglm", architectures=["XGLMForCausalLM"]))
 
 
-def test_damage_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
+def test_the_predicted_loss_grows_as_groups_get_fewer(tiny_checkpoint, text_file, tmp_path):
     file = tmp_path / "moments.safetensors"
     calibration = calibration_text(str(text_file), tokens=2048, sequence_length=32, refine=0, statistics=file)
     convert_calibrated(plan_conversion(tiny_checkpoint, groups=1, method="folded"), tmp_path / "out", calibration)
-    found = list(predict_damage(tiny_checkpoint, [2, 1], file))
-    assert [(damage.layer, damage.groups) for damage in found] == [(0, 2), (0, 1), (1, 2), (1, 1)]
-    assert all(damage.total == pytest.approx(0, abs=1e-9) for damage in found if damage.groups == 2)
-    assert all(0 < damage.keys < 1 and 0 < damage.values < 1 for damage in found if damage.groups == 1)
+    found = list(predict_loss(tiny_checkpoint, [2, 1], file))
+    assert [(loss.layer, loss.groups) for loss in found] == [(0, 2), (0, 1), (1, 2), (1, 1)]
+    assert all(loss.total == pytest.approx(0, abs=1e-9) for loss in found if loss.groups == 2)
+    assert all(0 < loss.keys < 1 and 0 < loss.values < 1 for loss in found if loss.groups == 1)
     with pytest.raises(UsageError):
-        list(predict_damage(tiny_checkpoint, [3], file))
+        list(predict_loss(tiny_checkpoint, [3], file))

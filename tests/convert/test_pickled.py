@@ -48,7 +48,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("method", ["mean", "folded"])
-def test_gq010_pickled_weights_become_safetensors(shards: int, method: str, model: Any, tmp_path: Path) -> None:
+def test_pickled_weights_become_safetensors(shards: int, method: str, model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "safe")
     expected = _tensors(convert_checkpoint(tmp_path / "safe", tmp_path / "a", groups=2, method=method))
     out = convert_checkpoint(_save(model, tmp_path / "m", shards), tmp_path / "b", groups=2, method=method)
@@ -91,7 +91,7 @@ def test_a_head_that_shares_its_storage_is_written_once_where_config_ties_it(tie
     assert torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
 
 
-def test_gq013_views_of_larger_tensors_are_written_row_by_row(model: Any, tmp_path: Path) -> None:
+def test_views_of_larger_tensors_are_written_row_by_row(model: Any, tmp_path: Path) -> None:
     """k and v as slices of one fused tensor, o as a transposed view: torch.save keeps the storages."""
 
     def views(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def test_gq013_views_of_larger_tensors_are_written_row_by_row(model: Any, tmp_pa
         assert all(torch.equal(made[name], expected[name]) for name in expected)
 
 
-def test_gq013_a_fused_projection_is_written_contiguous(tmp_path: Path) -> None:
+def test_a_fused_projection_is_written_contiguous(tmp_path: Path) -> None:
     model = tiny_model("phi3", 4, 4, pad_token_id=0)
     out = convert_checkpoint(_save(model, tmp_path / "m"), tmp_path / "out", groups=2)
     rows = model.state_dict()["model.layers.0.self_attn.qkv_proj.weight"]
@@ -135,7 +135,7 @@ def test_gq013_a_fused_projection_is_written_contiguous(tmp_path: Path) -> None:
         (lambda state: {**state, "x": torch.ones(2, dtype=torch.complex128)}, "complex128"),
     ],
 )
-def test_gq011_what_is_no_plain_state_dict_is_refused(change: Any, word: str, model: Any, tmp_path: Path) -> None:
+def test_anything_but_a_plain_state_dict_is_refused(change: Any, word: str, model: Any, tmp_path: Path) -> None:
     source = _save(model, tmp_path / "m", change=change)
     with pytest.raises(HeadfoldError, match=word) as problem:
         convert_checkpoint(source, tmp_path / "out", groups=2)
@@ -143,7 +143,7 @@ def test_gq011_what_is_no_plain_state_dict_is_refused(change: Any, word: str, mo
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_gq011_no_code_of_a_pickle_runs(model: Any, tmp_path: Path) -> None:
+def test_no_code_of_a_pickle_runs(model: Any, tmp_path: Path) -> None:
     source = _save(model, tmp_path / "m", change=lambda state: {**state, "x": _Touch(tmp_path / "ran")})
     with pytest.raises(UnsupportedError, match=r"posix\.system|could run code"):
         Checkpoint.open(source)

@@ -15,7 +15,7 @@ from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import INDEX_NAME, Checkpoint
 from headfold.convert.calibration.statistics import SOURCE, TOKENS, writing_statistics
 from headfold.convert.family.verify import verify
-from headfold.convert.run import convert_checkpoint, plan_conversion
+from headfold.convert.run import convert_checkpoint, plan_conversion, run_plan
 from headfold.errors import CheckpointError, HeadfoldError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -55,7 +55,7 @@ def _loads(folder: Path) -> Any:
     return model
 
 
-def test_gq001_index_totals_are_those_of_what_was_written(sharded: Path, tmp_path: Path) -> None:
+def test_totals_of_the_index_are_those_of_the_written_tensors(sharded: Path, tmp_path: Path) -> None:
     before = json.loads((sharded / INDEX_NAME).read_text())["metadata"]
     out = convert_checkpoint(sharded, tmp_path / "out", groups=2)
     index, tensors = json.loads((out / INDEX_NAME).read_text()), _tensors(out)
@@ -68,7 +68,7 @@ def test_gq001_index_totals_are_those_of_what_was_written(sharded: Path, tmp_pat
 
 
 @pytest.mark.parametrize("lost", ["metadata", "total_size"])
-def test_gq002_index_without_totals_is_read_and_completed(lost: str, sharded: Path, tmp_path: Path) -> None:
+def test_an_index_without_totals_is_read_and_completed(lost: str, sharded: Path, tmp_path: Path) -> None:
     index = json.loads((sharded / INDEX_NAME).read_text())
     (index if lost == "metadata" else index["metadata"]).pop(lost)
     (sharded / INDEX_NAME).write_text(json.dumps(index))
@@ -78,7 +78,7 @@ def test_gq002_index_without_totals_is_read_and_completed(lost: str, sharded: Pa
 
 
 @pytest.mark.parametrize("method", ["mean", "folded"])
-def test_gq004_any_layout_of_shards_gives_the_same_tensors(method: str, tmp_path: Path) -> None:
+def test_any_layout_of_shards_gives_the_same_tensors(method: str, tmp_path: Path) -> None:
     tiny_model("llama", 4, 4, attention_bias=True).save_pretrained(tmp_path / "one")
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     (tmp_path / "many").mkdir()
@@ -96,21 +96,21 @@ def test_gq004_any_layout_of_shards_gives_the_same_tensors(method: str, tmp_path
     _loads(tmp_path / "b")
 
 
-def test_gq005_a_stray_single_file_is_not_carried_over(sharded: Path, tmp_path: Path) -> None:
+def test_a_stray_single_file_is_not_carried_over(sharded: Path, tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(128)}, sharded / "model.safetensors", metadata={"format": "pt"})
     out = convert_checkpoint(sharded, tmp_path / "out", groups=2)
     assert not (out / "model.safetensors").exists()
     assert _loads(out).model.norm.weight.abs().min() > 0
 
 
-def test_gq005_overwrite_leaves_nothing_of_the_old_folder(single: Path, sharded: Path, tmp_path: Path) -> None:
+def test_overwrite_leaves_nothing_of_the_old_folder(single: Path, sharded: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model-00001-of-00009.safetensors").write_bytes(b"old")
     out = convert_checkpoint(sharded, tmp_path / "out", groups=2, overwrite=True)
     assert not (out / "model-00001-of-00009.safetensors").exists()
 
 
-def test_gq006_strange_header_metadata(sharded: Path, tmp_path: Path) -> None:
+def test_strange_header_metadata_survives(sharded: Path, tmp_path: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     for file, metadata in zip(files, (None, {}, {"format": "np", "mine": "kept"}), strict=False):
         save_file(load_file(file), file, metadata=metadata)
@@ -123,7 +123,7 @@ def test_gq006_strange_header_metadata(sharded: Path, tmp_path: Path) -> None:
     _loads(out)
 
 
-def test_gq007_tied_head_stays_absent(tmp_path: Path) -> None:
+def test_a_tied_head_stays_absent(tmp_path: Path) -> None:
     model = tiny_model("llama", 8, 8, num_hidden_layers=3, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "m", max_shard_size="150KB")
     out = convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=2)
@@ -133,7 +133,7 @@ def test_gq007_tied_head_stays_absent(tmp_path: Path) -> None:
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
-def test_gq019_a_hub_snapshot_of_links_gives_a_folder_of_its_own(sharded: Path, tmp_path: Path) -> None:
+def test_a_hub_snapshot_of_links_gives_a_folder_of_its_own(sharded: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_gq019_a_hub_snapshot_of_links_gives_a_folder_of_its_own(sharded: Path, 
     _loads(out)
 
 
-def test_gq020_remote_code_is_copied_and_never_run(single: Path, tmp_path: Path) -> None:
+def test_remote_code_is_copied_and_never_run(single: Path, tmp_path: Path) -> None:
     mark = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
     for name in ("modeling_foo.py", "helper.py"):
         (single / name).write_text(mark)
@@ -159,7 +159,7 @@ def test_gq020_remote_code_is_copied_and_never_run(single: Path, tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_gq021_gq022_gq023_side_files_are_byte_equal(single: Path, tmp_path: Path) -> None:
+def test_side_files_are_byte_equal(single: Path, tmp_path: Path) -> None:
     side = {
         "tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizerFast"}',
         "generation_config.json": '{"do_sample":false,"temperature":0.9}',
@@ -182,7 +182,7 @@ def test_gq021_gq022_gq023_side_files_are_byte_equal(single: Path, tmp_path: Pat
     assert not list(out.rglob("*.bin"))
 
 
-def test_gq024_a_full_disk_leaves_nothing(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = write._copy_range
     calls = []
 
@@ -200,6 +200,15 @@ def test_gq024_a_full_disk_leaves_nothing(sharded: Path, tmp_path: Path, monkeyp
     _loads(convert_checkpoint(sharded, tmp_path / "out", groups=2))
 
 
+def test_a_source_that_shrinks_after_the_plan_leaves_nothing(sharded: Path, tmp_path: Path) -> None:
+    plan = plan_conversion(sharded, groups=2)
+    shard = max(sharded.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-64])
+    with pytest.raises(HeadfoldError):
+        run_plan(plan, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 @pytest.mark.parametrize(
     ("model_type", "present"),
     # A missing key means 32 KV heads to StableLM's class, so such a checkpoint would not load at all.
@@ -209,7 +218,9 @@ def test_gq024_a_full_disk_leaves_nothing(sharded: Path, tmp_path: Path, monkeyp
         ("mistral", False),
     ],
 )
-def test_gq025_kv_heads_null_or_missing(model_type: str, present: bool, tmp_path: Path) -> None:
+def test_kv_heads_that_are_null_or_missing_are_as_many_as_query_heads(
+    model_type: str, present: bool, tmp_path: Path
+) -> None:
     tiny_model(model_type, 8, 8).save_pretrained(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["num_key_value_heads"] = None
@@ -230,7 +241,7 @@ V4 = {
 
 
 @pytest.mark.parametrize("dialect", ["v4", "v5"])
-def test_gq035_gq103_config_keeps_its_dialect(dialect: str, single: Path, tmp_path: Path) -> None:
+def test_the_config_keeps_its_dialect(dialect: str, single: Path, tmp_path: Path) -> None:
     config = json.loads((single / "config.json").read_text())
     if dialect == "v4":
         for key in ("rope_parameters", "dtype", "head_dim"):
@@ -253,7 +264,7 @@ def test_gq035_gq103_config_keeps_its_dialect(dialect: str, single: Path, tmp_pa
 @pytest.mark.parametrize(
     "named", [{"dtype": "float32"}, {"torch_dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}, {}]
 )
-def test_gq036_the_tensors_decide_on_the_dtype(named: dict[str, str], single: Path, tmp_path: Path) -> None:
+def test_the_tensors_decide_on_the_dtype(named: dict[str, str], single: Path, tmp_path: Path) -> None:
     save_file(
         {k: t.bfloat16() for k, t in load_file(single / "model.safetensors").items()}, single / "model.safetensors"
     )
@@ -264,7 +275,7 @@ def test_gq036_the_tensors_decide_on_the_dtype(named: dict[str, str], single: Pa
     assert {tensor.dtype for tensor in _tensors(out).values()} == {torch.bfloat16}
 
 
-def test_gq102_the_config_always_carries_an_integer(single: Path, tmp_path: Path) -> None:
+def test_the_config_always_carries_an_integer(single: Path, tmp_path: Path) -> None:
     config = json.loads((single / "config.json").read_text())
     del config["num_key_value_heads"]
     (single / "config.json").write_text(json.dumps(config))
@@ -272,7 +283,7 @@ def test_gq102_the_config_always_carries_an_integer(single: Path, tmp_path: Path
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 8
 
 
-def test_gq109_verify_names_what_disagrees(tmp_path: Path) -> None:
+def test_verify_names_tensors_that_disagree_with_the_config(tmp_path: Path) -> None:
     tiny_model("llama", 4, 4).save_pretrained(tmp_path / "m")
     out = convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=1)
     assert verify(out) == []
@@ -281,7 +292,7 @@ def test_gq109_verify_names_what_disagrees(tmp_path: Path) -> None:
         verify(out)
 
 
-def test_verify_names_what_is_missing(single: Path) -> None:
+def test_verify_names_missing_tensors(single: Path) -> None:
     tensors = load_file(single / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, single / "model.safetensors", metadata={"format": "pt"})
@@ -326,7 +337,9 @@ def test_the_plan_is_what_the_run_does(sharded: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "grouping"), [("folded", "similarity"), ("mean", "similarity"), ("aligned", "contiguous")]
 )
-def test_block_methods_run_and_load(method: str, grouping: str, single: Path, tmp_path: Path) -> None:
+def test_methods_that_rewrite_queries_run_and_their_results_load(
+    method: str, grouping: str, single: Path, tmp_path: Path
+) -> None:
     out = convert_checkpoint(single, tmp_path / "out", groups=2, method=method, grouping=grouping)
     _loads(out)
     changed = [
@@ -355,7 +368,7 @@ def test_equal_heads_in_another_order_are_found_by_similarity(tmp_path: Path) ->
     assert (logits_of(_loads(wrong).eval()) - wanted).abs().max() > 1e-2
 
 
-def test_the_record_says_how_it_came_to_be(single: Path, tmp_path: Path) -> None:
+def test_the_record_says_how_the_result_was_made(single: Path, tmp_path: Path) -> None:
     half = convert_checkpoint(single, tmp_path / "half", groups=4)
     out = convert_checkpoint(half, tmp_path / "out", groups=2, method="first", seed=3)
     history = json.loads((out / "headfold.json").read_text())["history"]

@@ -34,11 +34,11 @@ def _shown(name: str, heads: int, kv_heads: int) -> str:
         ("vLLM", 71, 1, "1"),
     ],
 )
-def test_gq104_devices_that_a_stack_accepts(stack: str, heads: int, kv_heads: int, expected: str) -> None:
+def test_devices_that_a_stack_accepts(stack: str, heads: int, kv_heads: int, expected: str) -> None:
     assert _shown(stack, heads, kv_heads) == expected
 
 
-def test_gq104_every_stack_takes_one_device_and_names_its_source() -> None:
+def test_every_stack_takes_one_device_and_names_its_source() -> None:
     assert len(STACKS) == 5
     assert all(placement(stack, 7, 7, 1) == "even" and stack.source for stack in STACKS)
 
@@ -52,14 +52,16 @@ def test_group_sizes_without_a_decoding_kernel() -> None:
 @pytest.mark.parametrize(
     ("groups", "devices", "words"),
     [
-        (3, 4, ["cannot be distributed over 4 devices", "no power of two"]),
+        (3, 4, ["cannot be distributed over 4 devices", "not a power of two"]),
         (2, 8, ["needs replication, 4 copies of each", "Max TP without KV replication = 2"]),
-        (6, 2, ["no power of two"]),
+        (6, 2, ["not a power of two"]),
         (8, 8, []),
         (8, 2, []),
     ],
 )
-def test_gq104_warnings(groups: int, devices: int, words: list[str]) -> None:
+def test_numbers_of_groups_that_do_not_fit_the_devices_are_warned_about(
+    groups: int, devices: int, words: list[str]
+) -> None:
     found = " | ".join(parallel_warnings(groups, devices))
     assert all(word in found for word in words)
     assert bool(found) == bool(words)
@@ -71,13 +73,13 @@ def _run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_gq104_convert_warns_and_converts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_convert_warns_and_converts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tiny_model("llama", 12, 12).save_pretrained(tmp_path / "m")
     out = tmp_path / "out"
     assert _run("convert", str(tmp_path / "m"), "--groups", "3", "-o", str(out), "--target-tp", "4") == 0
     shown_text = capfd.readouterr().err.replace("\n", " ")
     assert "warning: 3 KV heads cannot be distributed over 4 devices" in shown_text
-    assert "no power of two" in shown_text
+    assert "not a power of two" in shown_text
     assert (out / "model.safetensors").exists()
 
 
@@ -102,7 +104,7 @@ def test_inspect_prints_markdown_and_json(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("model_type", "rows"), [("phi3", 64), ("qwen2", 64), ("cohere", 64)])
-def test_the_cache_that_inspect_tells_is_the_one_that_the_class_keeps(
+def test_inspect_shows_the_cache_that_the_class_holds(
     model_type: str, rows: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_model(model_type, 4, 4, pad_token_id=0, **({"use_qk_norm": True} if model_type == "cohere" else {}))
@@ -117,9 +119,7 @@ def test_the_cache_that_inspect_tells_is_the_one_that_the_class_keeps(
 
 
 @pytest.mark.parametrize("groups", [2, 1])
-def test_gq106_gq107_the_result_runs_the_same_by_eager_and_sdpa_and_caches_fewer_heads(
-    groups: int, tmp_path: Path
-) -> None:
+def test_the_result_runs_the_same_by_eager_and_sdpa_and_caches_fewer_heads(groups: int, tmp_path: Path) -> None:
     tiny_model("llama", 8, 8).save_pretrained(tmp_path / "m")
     out = convert_checkpoint(tmp_path / "m", tmp_path / "out", groups=groups)
     ids = torch.randint(5, 200, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -72,7 +72,7 @@ def test_statistics_of_another_checkpoint_are_refused(plan, text_file, tmp_path)
     converted = convert_calibrated(plan(), tmp_path / "out", text(text_file, statistics=file))
     halved = plan_conversion(converted, groups=1, method="folded")
     with pytest.raises(UsageError):
-        Statistics.open(file).require_source(halved.source.digest(), len(halved.family.blocks))
+        Statistics.open(file).require_source(halved.source.digest(), len(halved.family.layers))
 
 
 def test_statistics_of_other_text_are_refused(plan, text_file, tmp_path):

@@ -16,7 +16,7 @@ from headfold.convert.calibration.calibrate import calibrate
 from headfold.convert.calibration.encoder_decoder import cut_spans
 from headfold.convert.calibration.statistics import Statistics
 from headfold.convert.family.rotary import Rotary
-from headfold.convert.inspect import predict_damage
+from headfold.convert.inspect import predict_loss
 from headfold.convert.methods.moments import rotary_rows, score_energy, with_moments
 from headfold.convert.run import plan_conversion
 from headfold.errors import UnsupportedError, UsageError
@@ -45,8 +45,8 @@ def moment(states: Tensor) -> Tensor:
 def test_each_attention_layer_gets_the_moments_of_its_own_inputs(tiny_t5: Path, text: Path, tmp_path: Path) -> None:
     plan = plan_conversion(tiny_t5, groups=2, method="folded", encoder=True)
     calibration = calibration_text(str(text), 400, sequence_length=BLOCK, statistics=tmp_path / "statistics")
-    found = calibrate(plan.source, plan.family.blocks, with_text(plan, calibration).settings)
-    modules = [block.module for block in plan.family.blocks]
+    found = calibrate(plan.source, plan.family.layers, with_text(plan, calibration).settings)
+    modules = [block.module for block in plan.family.layers]
     assert len(modules) == 2 + 4
     assert found.layers == 6
 
@@ -144,7 +144,7 @@ def test_with_text_heads_equal_up_to_a_turn_merge_exactly(
     expected = logits(source)
     torch.testing.assert_close(logits(out), expected, rtol=1e-3, atol=2e-4 * expected.abs().max().item())
     assert Statistics.open(kept).layers == 4
-    damage = list(predict_damage(source, [2, 1], kept))
+    damage = list(predict_loss(source, [2, 1], kept))
     assert all((one.total < 1e-3) == (one.groups == 2) for one in damage)
     again = convert_calibrated(plan, tmp_path / "again", calibration_text(None, statistics=kept))
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()

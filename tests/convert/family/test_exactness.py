@@ -1,7 +1,7 @@
 """Where a block may be rewritten, a change of basis inside its heads leaves the real model's logits what they were.
 
 This is what `aligned` and `folded` rely on: the rotary layout that was found, the norms, and that nothing else looks
-inside a head. Every rewritable type is checked on its own class.
+inside a head. Every type that may be rewritten is checked on its own class.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
 from headfold.convert.family.family import find_family
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.family.rotary import Rotary
 from headfold.convert.methods.attention import Attention
 from headfold.convert.methods.layer import disk_tensors, read_attention
@@ -92,10 +93,10 @@ def _rewrite(model_type: str, folder: Path, layout: str | None = None) -> tuple[
     before = logits_of(model)
     model.save_pretrained(folder)
     source = Checkpoint.open(folder)
-    family = find_family(source, 1)
+    family = find_family(source, ModelType(source.config), 1)
     values = model.state_dict()
-    for block in family.blocks:
-        assert block.rewritable is None
+    for block in family.layers:
+        assert block.rewrite_obstacle is None
         attention = read_attention(source, family, block)
         rotary = attention.rotary if layout is None else Rotary(layout, attention.rotary.dim)
         for name, tensor in disk_tensors(family, block, _turned(attention, rotary)).items():

@@ -45,9 +45,7 @@ def _check_exact(small: Any, out: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "leaf"), [("phi3", "qkv_proj"), ("dbrx", "Wqkv"), ("falcon", "query_key_value")]
 )
-def test_gq047_query_rows_of_fused_tensors_keep_their_bytes(
-    model_type: str, leaf: str, method: str, tmp_path: Path
-) -> None:
+def test_query_rows_of_fused_tensors_keep_their_bytes(model_type: str, leaf: str, method: str, tmp_path: Path) -> None:
     model = tiny_model(model_type, 4, 4).bfloat16()
     model.save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2, method=method)
@@ -64,7 +62,7 @@ def test_gq047_query_rows_of_fused_tensors_keep_their_bytes(
 
 
 @pytest.mark.parametrize(("method", "grouping"), BLOCK_METHODS)
-def test_gq047_block_methods_do_the_same_to_fused_and_separate_tensors(
+def test_methods_that_rewrite_queries_treat_fused_and_separate_tensors_alike(
     method: str, grouping: str, tmp_path: Path
 ) -> None:
     tiny_model("phi3", 4, 4).save_pretrained(tmp_path / "fused")
@@ -106,7 +104,7 @@ def test_a_fused_type_without_a_row_is_refused(tmp_path: Path, monkeypatch: pyte
         convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
 
 
-def test_gq042_falcon_of_the_new_layout_saves_weights_but_no_cache(
+def test_falcon_in_its_new_layout_saves_weights_but_no_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = tiny_model("falcon", 4, 2)
@@ -120,7 +118,7 @@ def test_gq042_falcon_of_the_new_layout_saves_weights_but_no_cache(
     assert "no KV cache" in capsys.readouterr().err
 
 
-def test_gq042_falcon_of_the_old_layouts(tmp_path: Path) -> None:
+def test_falcon_in_its_old_layouts_has_one_kv_head_or_all(tmp_path: Path) -> None:
     for name, multi_query in (("mqa", True), ("mha", False)):
         config = tiny_config("falcon", 4, 4, new_decoder_architecture=False, multi_query=multi_query)
         new_model("falcon", config).save_pretrained(tmp_path / name)
@@ -138,7 +136,7 @@ def test_gq042_falcon_of_the_old_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("derived", [True, False])
-def test_gq039_dbrx_keeps_its_number_in_attn_config(derived: bool, tmp_path: Path) -> None:
+def test_dbrx_has_its_number_of_kv_heads_in_attn_config(derived: bool, tmp_path: Path) -> None:
     """Newer files repeat the derived number at the top, where caches read it."""
     small = tiny_model("dbrx", 4, 2)
     repeat_kv_heads(small, 4).save_pretrained(tmp_path / "source")
@@ -154,7 +152,7 @@ def test_gq039_dbrx_keeps_its_number_in_attn_config(derived: bool, tmp_path: Pat
     _check_exact(small, tmp_path / "out")
 
 
-def test_gq050_a_norm_over_all_heads_shrinks_with_the_keys_alone(tmp_path: Path) -> None:
+def test_a_norm_over_all_key_heads_shrinks_and_that_of_the_queries_stays(tmp_path: Path) -> None:
     small = tiny_model("olmo2", 8, 2)
     out = _convert_back(small, 8, tmp_path)
     _check_exact(small, out)
@@ -168,7 +166,7 @@ def test_gq050_a_norm_over_all_heads_shrinks_with_the_keys_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("with_text", [True, False])
-def test_gq050_unrelated_keys_come_out_as_their_mean(bias: bool, with_text: bool) -> None:
+def test_unrelated_keys_under_a_norm_over_all_heads_become_their_mean(bias: bool, with_text: bool) -> None:
     """Directions exactly, sizes within a few percent; pooling weight and norm apart is off by the root of a group."""
     generator = torch.Generator().manual_seed(0)
     heads, groups, width, hidden = 8, 2, 16, 64
@@ -203,7 +201,7 @@ def test_the_first_head_keeps_its_own_norm() -> None:
     assert torch.allclose(norm / norm[:, :1], (norm_KD / norm_KD[:, :1])[[0, 2]].double())
 
 
-def test_gq052_numbered_norms_are_merged_renumbered_and_the_rest_dropped(tmp_path: Path) -> None:
+def test_numbered_norms_are_merged_and_renumbered_and_the_rest_dropped(tmp_path: Path) -> None:
     small = tiny_model("stablelm", 8, 2, qk_layernorm=True, use_qkv_bias=True)
     out = _convert_back(small, 8, tmp_path, max_shard_size="1KB")
     _check_exact(small, out)
@@ -217,7 +215,7 @@ def test_gq052_numbered_norms_are_merged_renumbered_and_the_rest_dropped(tmp_pat
     assert dict(row[::2] for row in plan.describe())["tensors dropped"] == str(2 * 6)
 
 
-def test_gq052_unrelated_numbered_norms_are_averaged(tmp_path: Path) -> None:
+def test_unrelated_numbered_norms_are_averaged(tmp_path: Path) -> None:
     tiny_model("stablelm", 4, 4, qk_layernorm=True).save_pretrained(tmp_path / "source")
     before = _tensors(tmp_path / "source")
     after = _tensors(convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2))
@@ -230,7 +228,7 @@ def test_gq052_unrelated_numbered_norms_are_averaged(tmp_path: Path) -> None:
     ("model_type", "over", "shape"),
     [("cohere", {"use_qk_norm": True}, (2, 16)), ("phi", {"qk_layernorm": True}, (16,))],
 )
-def test_gq053_norms_are_told_apart_by_their_size(
+def test_norms_of_one_head_and_of_all_heads_are_told_apart_by_their_size(
     model_type: str, over: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     small = tiny_model(model_type, 4, 2, **over)
@@ -241,7 +239,7 @@ def test_gq053_norms_are_told_apart_by_their_size(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "cohere"])
-def test_gq053_one_head_is_no_special_case(model_type: str, tmp_path: Path) -> None:
+def test_norms_are_merged_down_to_one_head_as_well(model_type: str, tmp_path: Path) -> None:
     small = tiny_model(model_type, 4, 1, **({"use_qk_norm": True} if model_type == "cohere" else {}))
     _check_exact(small, _convert_back(small, 4, tmp_path))
 
@@ -291,7 +289,7 @@ def test_default_grouping_is_one_that_the_family_allows(
     assert plan_conversion(tmp_path, groups=2, method="folded", grouping=None).grouping == grouping
 
 
-def test_gq058_gemma4_layers_whose_values_are_their_keys(tmp_path: Path) -> None:
+def test_layers_that_use_their_keys_as_values_are_merged(tmp_path: Path) -> None:
     small = tiny_model("gemma4_text", 4, 2, attention_k_eq_v=True)
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)
@@ -300,7 +298,7 @@ def test_gq058_gemma4_layers_whose_values_are_their_keys(tmp_path: Path) -> None
     assert f"model.layers.{last}.self_attn.v_proj.weight" not in _tensors(out)
 
 
-def test_gq058_gemma4_with_another_number_in_its_global_layers_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_kv_heads_in_global_layers_is_refused(tmp_path: Path) -> None:
     tiny_config("gemma4_text", 4, 4).save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     config.pop("per_layer_config", None)
@@ -329,7 +327,7 @@ def test_two_kinds_of_layers_with_numbers_of_their_own(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "source", tmp_path / "out4", groups=4)
 
 
-def test_gq053_a_norm_with_weight_and_bias_of_every_head(tmp_path: Path) -> None:
+def test_a_norm_with_weight_and_bias_of_every_head_is_merged(tmp_path: Path) -> None:
     small = tiny_model("chameleon", 4, 2, vq_config=CHAMELEON_IMAGES, vocabulary_map={"<image>": 10, "IMGIMGAZ": 11})
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)

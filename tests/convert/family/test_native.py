@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from headfold.convert.family.family import head_counts, setting_counts
-from headfold.convert.family.meta_model import build, model_class
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.run import convert_checkpoint
 from headfold.errors import CheckpointError, UnsupportedError
 from huggingface_hub.errors import StrictDataclassError
@@ -56,20 +56,20 @@ CACHE_TO_GIVE = {"recurrent_gemma": DynamicCache}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_gq048_every_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
+def test_every_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
     reason = _refusal(model_type)
     if reason is not None:
         assert not _follows(model_type) or model_type in FOLLOW_YET_REFUSED, reason
         return
     if model_type in ONE_OR_ALL:
-        settings = head_counts({"model_type": model_type}).settings
+        settings = head_counts(ModelType({"model_type": model_type})).settings
         assert [setting_counts(setting) for setting in settings] == [[1]]
         assert settings[0].switch
         return
     if model_type in NEVER_BUILT:
         config = tiny_config(model_type, 4, 4).to_dict()
         with pytest.raises(UnsupportedError, match=NEVER_BUILT[model_type]):
-            build(model_class(config), config)
+            ModelType(config).on_meta()
         return
     for kv_heads, more in [(2, 4), (1, 2)] if model_type not in EVEN_ONLY else [(2, 4), (4, 8)]:
         heads = max(more, 4)
@@ -123,7 +123,7 @@ def _refusal(model_type: str) -> str | None:
     except REFUSALS:  # the shrunk config is refused by the type's own rules; then its defaults must do
         config = {"model_type": model_type}
     try:
-        head_counts(config)
+        head_counts(ModelType(config))
     except UnsupportedError as problem:
         return problem.message
     except CheckpointError as problem:

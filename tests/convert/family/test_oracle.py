@@ -53,7 +53,7 @@ def _check_exact(small: Any, out: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "cohere", "phi"])
 @pytest.mark.parametrize(("kv_heads", "groups"), [(6, 3), (6, 1), (3, 1), (2, 1)])
-def test_gq031_gqa_sources_and_counts_that_are_no_power_of_two(
+def test_repeated_heads_merge_back_exactly_for_gqa_sources_and_odd_counts(
     model_type: str, kv_heads: int, groups: int, tmp_path: Path
 ) -> None:
     small = tiny_model(model_type, 6, groups)
@@ -74,7 +74,7 @@ def _a_key(model: Any) -> str:
 
 
 @pytest.mark.parametrize("method", ["mean", "first", "random", "aligned", "folded"])
-def test_gq030_as_many_groups_as_heads_copies_every_tensor(method: str, tmp_path: Path) -> None:
+def test_as_many_groups_as_heads_copies_every_tensor(method: str, tmp_path: Path) -> None:
     tiny_model("qwen2", 4, 4).save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=4, method=method)
     assert (out / "model.safetensors").stat().st_size > 1000
@@ -86,7 +86,7 @@ def test_gq030_as_many_groups_as_heads_copies_every_tensor(method: str, tmp_path
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gq107_the_cache_holds_one_head_per_group(model_type: str, groups: int, tmp_path: Path) -> None:
+def test_the_cache_holds_one_head_per_group(model_type: str, groups: int, tmp_path: Path) -> None:
     tiny_model(model_type, 4, 4).save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=groups)
     model = type(tiny_model(model_type, 4, 4)).from_pretrained(out).eval()
@@ -97,7 +97,7 @@ def test_gq107_the_cache_holds_one_head_per_group(model_type: str, groups: int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gq036_half_types_keep_their_dtype_and_stay_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_types_keep_their_dtype_and_stay_exact(dtype: torch.dtype, tmp_path: Path) -> None:
     small = tiny_model("qwen2", 8, 2).to(dtype)
     out = _convert_back(small, 8, tmp_path)
     made = load_file(out / "model.safetensors")
@@ -106,7 +106,7 @@ def test_gq036_half_types_keep_their_dtype_and_stay_exact(dtype: torch.dtype, tm
         assert torch.equal(made.get(name, tensor), tensor), name
 
 
-def test_gq031_two_steps_equal_one_within_rounding(tmp_path: Path) -> None:
+def test_two_steps_equal_one_within_rounding(tmp_path: Path) -> None:
     tiny_model("llama", 8, 8).save_pretrained(tmp_path / "source")
     direct = convert_checkpoint(tmp_path / "source", tmp_path / "direct", groups=2)
     half = convert_checkpoint(tmp_path / "source", tmp_path / "half", groups=4)
@@ -116,7 +116,7 @@ def test_gq031_two_steps_equal_one_within_rounding(tmp_path: Path) -> None:
         assert torch.allclose(tensor, other, rtol=2.4e-7, atol=1e-8), name
 
 
-def test_gq056_only_the_softmax_layers_of_a_hybrid_change(tmp_path: Path) -> None:
+def test_only_the_softmax_layers_of_a_hybrid_change(tmp_path: Path) -> None:
     tiny_model("qwen3_next", 4, 4).save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "source", out))
@@ -125,7 +125,7 @@ def test_gq056_only_the_softmax_layers_of_a_hybrid_change(tmp_path: Path) -> Non
     assert 0 < len(changed) < len(before)
 
 
-def test_gq059_experts_and_router_are_copied_as_bytes(tmp_path: Path) -> None:
+def test_experts_and_router_are_copied_as_bytes(tmp_path: Path) -> None:
     tiny_model("mixtral", 4, 4).save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
     before, after = (Checkpoint.open(folder) for folder in (tmp_path / "source", out))
@@ -152,7 +152,7 @@ def _bytes(checkpoint: Checkpoint, name: str) -> bytes:
         ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}),
     ],
 )
-def test_gq054_rotary_settings_survive(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_settings_survive(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
     small = tiny_model(model_type, 4, 2, max_position_embeddings=8, **over)
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)
@@ -163,13 +163,13 @@ def test_gq054_rotary_settings_survive(model_type: str, over: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
-def test_gq053_norms_shared_by_all_heads_are_left_alone_also_at_one_head(model_type: str, tmp_path: Path) -> None:
+def test_norms_shared_by_all_heads_are_left_alone_also_at_one_head(model_type: str, tmp_path: Path) -> None:
     small = tiny_model(model_type, 4, 1)
     _check_exact(small, _convert_back(small, 4, tmp_path))
 
 
 @pytest.mark.parametrize(("model_type", "over"), [("qwen2", {}), ("llama", {"attention_bias": True})])
-def test_gq049_biases_are_merged_with_their_rows(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
+def test_biases_are_merged_with_their_rows(model_type: str, over: dict[str, Any], tmp_path: Path) -> None:
     small = tiny_model(model_type, 4, 2, **over)
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)
@@ -177,7 +177,9 @@ def test_gq049_biases_are_merged_with_their_rows(model_type: str, over: dict[str
 
 
 @pytest.mark.parametrize(("hidden", "head_dim"), [(48, 16), (64, 8)])
-def test_gq028_head_dim_that_is_not_hidden_over_heads(hidden: int, head_dim: int, tmp_path: Path) -> None:
+def test_a_head_dim_that_is_not_hidden_size_over_heads_is_read_from_the_shapes(
+    hidden: int, head_dim: int, tmp_path: Path
+) -> None:
     small = tiny_model("gemma", 4, 2, hidden_size=hidden, head_dim=head_dim)
     out = _convert_back(small, 4, tmp_path)
     _check_exact(small, out)

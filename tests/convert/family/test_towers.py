@@ -77,7 +77,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", list(BUILDERS))
-def test_gq033_gq034_only_the_text_decoder_changes(kind: str, tmp_path: Path) -> None:
+def test_only_the_text_decoder_changes(kind: str, tmp_path: Path) -> None:
     small = _small(kind, 2)
     wide = repeat_kv_heads(small, 4)
     wide.save_pretrained(tmp_path / "source")
@@ -96,7 +96,7 @@ def test_gq033_gq034_only_the_text_decoder_changes(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", list(BUILDERS))
-def test_gq033_the_config_is_edited_in_the_text_part_alone(kind: str, tmp_path: Path) -> None:
+def test_the_config_is_edited_in_the_text_part_alone(kind: str, tmp_path: Path) -> None:
     _small(kind, 4).save_pretrained(tmp_path / "source")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "source", out))
@@ -107,7 +107,7 @@ def test_gq033_the_config_is_edited_in_the_text_part_alone(kind: str, tmp_path: 
     assert list(after) == list(before)
 
 
-def test_gq034_a_vision_tower_with_the_same_names_and_shapes(tmp_path: Path) -> None:
+def test_a_vision_tower_with_the_same_names_and_shapes_stays(tmp_path: Path) -> None:
     model = _small("llava", 4)
     model.save_pretrained(tmp_path / "source")
     before = load_file(tmp_path / "source" / "model.safetensors")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.family.family import find_family
+from headfold.convert.family.family import Family, find_family
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.methods.context import MethodContext
 from headfold.convert.methods.layer import new_tensors
 from headfold.convert.methods.permutation import permuted_followers, permuted_heads
@@ -47,10 +48,10 @@ def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) 
     """
     model.save_pretrained(folder)
     source = Checkpoint.open(folder)
-    family = find_family(source, kv_heads_of(model.config) // 2)
+    family = _family(source, kv_heads_of(model.config) // 2)
     tensors = load_file(folder / "model.safetensors")
-    for block in family.blocks:
-        assert block.fixed is None
+    for block in family.layers:
+        assert block.order_obstacle is None
         for stored in block.stored:
             heads = stored.split([tensors[name] for name in stored.names], family.query_heads, block.kv_heads)
             tensors |= stored.join(permuted_heads(heads, order, family.query_heads), family.query_heads, block.kv_heads)
@@ -59,6 +60,10 @@ def _placed(model: Any, order: list[int], folder: Path, *, alone: bool = False) 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
     return type(model).from_pretrained(folder).eval()
+
+
+def _family(source: Checkpoint, groups: int = 2) -> Family:
+    return find_family(source, ModelType(source.config), groups)
 
 
 def _distance(model: Any, other: Any) -> float:
@@ -75,7 +80,7 @@ def test_tensors_of_query_heads_move_with_them(model_type: str, over: dict[str, 
     model = tiny_model(model_type, 4, 4, **over)
     assert _distance(_placed(model, ORDER, tmp_path / "m"), model) < 1e-5
     assert _distance(_placed(model, ORDER, tmp_path / "alone", alone=True), model) > 1e-3, "the control must fail"
-    blocks = find_family(Checkpoint.open(tmp_path / "m"), 2).blocks
+    blocks = _family(Checkpoint.open(tmp_path / "m")).layers
     assert {one.layout for block in blocks for one in block.followers} >= FOLLOWERS[model_type]
 
 
@@ -85,7 +90,7 @@ def test_queries_with_a_gate_behind_them_and_fused_ones_move_whole(model_type: s
     model = tiny_model(model_type, 8, 4)
     assert _distance(_placed(model, ORDER, tmp_path / "m"), model) < 1e-5
     source = Checkpoint.open(tmp_path / "m")
-    (block, *_), heads = find_family(source, 2).blocks, 8
+    (block, *_), heads = _family(source).layers, 8
     (output,) = (one for one in block.followers if one.axis == 1)
     turned = load_file(tmp_path / "m" / "model.safetensors")
     turned[output.names[0]] = turned[output.names[0]].unflatten(1, (heads, -1)).flip(1).flatten(1)
@@ -116,7 +121,7 @@ def test_every_tensor_that_the_plan_replaces_is_computed(tmp_path: Path) -> None
         changed = {name for name, action in plan.actions.items() if action.kind != "copy"}
         made = {
             name
-            for layer in plan.family.blocks
+            for layer in plan.family.layers
             for name in new_tensors(
                 plan.source, plan.family, layer, 2, plan.method, MethodContext(0), grouping="similarity"
             )

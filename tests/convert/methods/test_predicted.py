@@ -6,7 +6,7 @@ import pytest
 import torch
 from calibrated import calibration_text, convert_calibrated
 from headfold import recipes
-from headfold.convert.inspect import predict_damage
+from headfold.convert.inspect import predict_loss
 from headfold.convert.run import plan_conversion
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import score
@@ -32,7 +32,7 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
     for groups in (4, 2, 1):
         folder = tmp_path / f"folded-{groups}"
         convert_calibrated(plan_conversion(source, groups=groups, method="folded"), folder, calibration)
-        losses = {damage.layer: damage.total for damage in predict_damage(source, [groups], file)}
+        losses = {loss.layer: loss.total for loss in predict_loss(source, [groups], file)}
         converted = load_language_model(folder, dtype=torch.float32)
         for layers in ({0}, {2}, {4}, set(losses)):
             model = load_language_model(source, dtype=torch.float32)

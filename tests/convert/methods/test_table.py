@@ -95,7 +95,7 @@ def test_its_default_grouping_counts(toy_row: Any, source: Path) -> None:
     toy_row(default_grouping="similarity", turns=None)
     plan = plan_conversion(source, groups=2, method="toy", grouping=None)
     assert plan.grouping == "similarity"
-    assert plan.freedom() == []
+    assert plan.turns() == []
 
 
 def test_text_is_read_only_by_methods_that_say_so(toy_row: Any, source: Path) -> None:

@@ -210,7 +210,7 @@ def test_fused_projections_are_fitted_whole(tmp_path) -> None:
     plan = plan_conversion(tmp_path / "source", groups=1, method="folded")
     for name in ("out", "plain"):
         run_plan(plan, tmp_path / name)
-    (fit,) = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.blocks, _text(1), SETTINGS)
+    (fit,) = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.layers, _text(1), SETTINGS)
     assert fit.error_after < 0.95 * fit.error_before
     name = "model.layers.0.self_attn.qkv_proj.weight"
     before, after = (load_file(tmp_path / folder / "model.safetensors")[name] for folder in ("plain", "out"))
@@ -238,7 +238,7 @@ def test_a_checkpoint_on_disk_is_refined_in_place(tmp_path) -> None:
     # load_file maps the file, which is about to change
     before = {name: value.clone() for name, value in load_file(tmp_path / "out" / "model.safetensors").items()}
     distance = _distance(source, load_language_model(tmp_path / "out"))
-    fits = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.blocks, _text(1), SETTINGS)
+    fits = refine_folder(tmp_path / "source", tmp_path / "out", plan.family.layers, _text(1), SETTINGS)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert _distance(source, load_language_model(tmp_path / "out")) < distance
     assert len(fits) == 2

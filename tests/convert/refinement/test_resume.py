@@ -44,7 +44,7 @@ def refined(source: Path, tmp_path: Path):
 
     def make(name: str, work: Path | None = None, text: torch.Tensor = TEXT, settings: RefineSettings = SETTINGS):
         folder = run_plan(plan, tmp_path / name, overwrite=True)
-        refine_folder(source, folder, plan.family.blocks, text, settings, work=work)
+        refine_folder(source, folder, plan.family.layers, text, settings, work=work)
         return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
     return make

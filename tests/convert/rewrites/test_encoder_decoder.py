@@ -19,8 +19,9 @@ from headfold.checkpoint import modelling
 from headfold.checkpoint.load import load_config, load_language_model
 from headfold.checkpoint.modelling import OWN_TYPES
 from headfold.convert.check import check_checkpoint
+from headfold.convert.family.refusals import REFUSED
 from headfold.convert.inspect import inspect_checkpoint
-from headfold.convert.rewrites.encoder_decoder import PAIRS, RUNS
+from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS, RUNS
 from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
@@ -105,7 +106,8 @@ def greedy(model: Any, **options: Any) -> list[list[int]]:
 
 
 def test_every_type_is_tried() -> None:
-    assert set(tiny.PAIRS) == set(PAIRS)
+    assert set(tiny.PAIRS) == set(ENCODER_DECODERS)
+    assert str(REFUSED["umt5"][1]).endswith(f": {', '.join(ENCODER_DECODERS)}.")
 
 
 def test_equal_heads_merge_exactly(made: Made) -> None:
@@ -130,7 +132,7 @@ def test_all_heads_kept_gives_the_source_s_logits_and_text(made: Made, tmp_path:
     assert greedy(own) == greedy(made.native)
 
 
-def test_t5_with_equal_heads_and_the_plain_class(tmp_path: Path) -> None:
+def test_t5_with_equal_heads_computes_what_the_plain_class_computes(tmp_path: Path) -> None:
     """8 heads of width 8: decoder merged, logits and cached text the source's; the plain class does not take it."""
     tiny_pair("t5", d_model=64, d_kv=8, num_heads=8).save_pretrained(tmp_path / "source")
     tensors = load_file(tmp_path / "source" / "model.safetensors")
@@ -277,7 +279,7 @@ def test_there_must_be_an_encoder_to_convert(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["first", "random"])
-def test_other_methods(method: str, tmp_path: Path) -> None:
+def test_other_methods_convert_encoder_decoders(method: str, tmp_path: Path) -> None:
     source = save("t5", tmp_path / "source")
     repeat_heads(source)
     out = convert_checkpoint(source, tmp_path / "out", groups=GROUPS, method=method)
@@ -338,7 +340,7 @@ def test_names_without_the_prefix_of_the_whole_are_found(tmp_path: Path) -> None
     assert difference(load_language_model(direct).eval(), load_language_model(again).eval()) < 1e-5
 
 
-def test_shards_stay_and_the_record_says_what_became_of_it(tmp_path: Path) -> None:
+def test_shards_stay_and_the_record_names_the_new_type(tmp_path: Path) -> None:
     tiny_pair("t5").save_pretrained(tmp_path / "source", max_shard_size="100KB")
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=1)
     shards, source_shards = (
@@ -357,7 +359,7 @@ def test_shards_stay_and_the_record_says_what_became_of_it(tmp_path: Path) -> No
     assert dict(check_checkpoint(out).rows)["query heads / KV heads"] == "4 / 1"
 
 
-def test_how_to_generate_is_kept_where_config_json_alone_says_it(tmp_path: Path) -> None:
+def test_generation_settings_that_config_json_alone_holds_survive(tmp_path: Path) -> None:
     """BART's config.json forces the last token, which a config of another class would not be asked for."""
     source = save("bart", tmp_path / "source")
     (source / "generation_config.json").unlink()
@@ -376,15 +378,15 @@ def test_how_to_generate_is_kept_where_config_json_alone_says_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "m2m_100"])
-def test_inspect_says_what_it_becomes(model_type: str, tmp_path: Path) -> None:
+def test_inspect_names_the_type_that_it_becomes(model_type: str, tmp_path: Path) -> None:
     source = save(model_type, tmp_path / "source")
     found = inspect_checkpoint(source)
     assert (found.model_type, found.attention_layers, found.kv_heads, found.head_dim) == (model_type, 2, 4, 16)
     assert "trust_remote_code=True" in str(found.route)
     planned = plan_conversion(source, groups=2)
     row = next(row for row in found.cache if row.groups == 2)
-    assert row.bytes_per_token == planned.kv_bytes_per_token(2)
-    assert row.bytes_per_source_token == planned.kv_bytes_per_token(2, "cross")
+    assert row.bytes_per_token == planned.result.kv_bytes_per_token()[1]
+    assert row.bytes_per_source_token == planned.result.kv_bytes_per_token("cross")[1]
     assert set(row.devices["vLLM"].values()) == {"refused"}
 
 
@@ -443,7 +445,7 @@ def test_a_file_of_an_earlier_version_is_ours_and_comes_along(
     assert torch.equal(logits(mine), logits(theirs))
 
 
-def test_what_is_said_of_versions_is_what_the_files_say() -> None:
+def test_the_versions_in_the_messages_are_those_in_the_files() -> None:
     for own in OWN_TYPES.values():
         own.classes()
         tested = " and ".join(sys.modules[f"{modelling.__name__}.{own.module}"].TESTED)

@@ -13,7 +13,8 @@ from calibrated import calibration_text, convert_calibrated
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.record import last_entry
 from headfold.checkpoint.source import Checkpoint
-from headfold.convert.inspect import inspect_checkpoint, predict_damage
+from headfold.convert.family.model_type import ModelType
+from headfold.convert.inspect import inspect_checkpoint, predict_loss
 from headfold.convert.rewrites.routes import ROWS, route_of
 from headfold.convert.run import convert_checkpoint, plan_conversion
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
@@ -236,8 +237,8 @@ def test_statistics_serve_every_number_of_groups_although_the_types_differ(tmp_p
     for plan in plans:
         convert_calibrated(plan, tmp_path / plan.family.model_type, calibration)
     assert [path.is_dir() for path in (tmp_path / OWN, tmp_path / "gpt_bigcode")] == [True, True]
-    found = list(predict_damage(source, [4, 2, 1], tmp_path / "statistics"))
-    totals = [damage.total for damage in found if damage.layer == 0]
+    found = list(predict_loss(source, [4, 2, 1], tmp_path / "statistics"))
+    totals = [loss.total for loss in found if loss.layer == 0]
     assert totals[0] == pytest.approx(0, abs=1e-9)
     assert totals[0] < totals[1] < totals[2]
 
@@ -333,7 +334,7 @@ def test_inspect_names_the_route(tmp_path: Path) -> None:
     assert "as gpt_bigcode (GPTBigCodeForCausalLM) with 1 or 4 KV heads" in gpt2.route
     assert "as headfold_decoder (HeadfoldDecoderForCausalLM) with 2 KV heads" in gpt2.route
     assert "trust_remote_code=True" in gpt2.route
-    two_heads = route_of({"model_type": "gpt2", "n_head": 2, "n_embd": 32})
+    two_heads = route_of(ModelType({"model_type": "gpt2", "n_head": 2, "n_embd": 32}))
     assert two_heads is not None
     assert OWN not in two_heads.describe()  # one group or two: there is nothing in between
 

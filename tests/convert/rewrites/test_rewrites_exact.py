@@ -11,6 +11,7 @@ import pytest
 import torch
 from headfold.checkpoint.load import load_language_model
 from headfold.checkpoint.source import Checkpoint
+from headfold.convert.family.model_type import ModelType
 from headfold.convert.rewrites import sources
 from headfold.convert.rewrites.materialise import materialise
 from headfold.convert.rewrites.retyped import RewrittenCheckpoint
@@ -84,7 +85,7 @@ def rewrite(source: Path, out: Path, target: str | None = None) -> Path:
 
 
 def _rewritten(checkpoint: Checkpoint, target: str | None = None) -> RewrittenCheckpoint:
-    route = route_of(checkpoint.config)
+    route = route_of(ModelType(checkpoint.config))
     assert route is not None
     return as_target(checkpoint, route, next(one for one in route.targets if target in (None, one.model_type)))
 
@@ -283,7 +284,7 @@ def test_settings_without_a_route_are_refused_with_the_reason(
 ) -> None:
     source = save(tiny_model(model_type, **over), tmp_path / "source")
     with pytest.raises(UnsupportedError, match=reason):
-        route_of(Checkpoint.open(source).config)
+        route_of(ModelType(Checkpoint.open(source).config))
 
 
 def test_an_odd_number_of_rotated_rows_is_refused(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_a_classifier_is_refused(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2ForSequenceClassification"]}))
     with pytest.raises(UnsupportedError, match="only GPT2LMHeadModel"):
-        route_of(Checkpoint.open(source).config)
+        route_of(ModelType(Checkpoint.open(source).config))
 
 
 @pytest.mark.parametrize(
@@ -341,4 +342,4 @@ def test_an_impossible_config_is_refused(model_type: str, damage: dict[str, Any]
     )
     config = {**json.loads((source / "config.json").read_text()), **damage}
     with pytest.raises((CheckpointError, UnsupportedError)):
-        route_of(config)
+        route_of(ModelType(config))

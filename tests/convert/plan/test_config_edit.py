@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from headfold.convert.family.config_edit import with_number
+from headfold.convert.plan.config_edit import with_number
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ AFTER = "num_attention_heads"
         ),
     ],
 )
-def test_gq035_only_the_number_changes(text: str, expected: str) -> None:
+def test_only_the_number_changes(text: str, expected: str) -> None:
     made = with_number(text, KEY, 2, AFTER)
     assert made == expected
     assert json.loads(made)["num_key_value_heads"] == 2
