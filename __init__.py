@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .convert.settings import ConvertSettings
     from .errors import HeadfoldError
     from .eval.compare import compare
+    from .eval.results import Comparison, read_results
     from .eval.settings import EvalSettings
     from .recipes.run import run_recipe
     from .recipes.schema import Recipe, load_recipe
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Checkpoint": ".checkpoint.source",
+    "Comparison": ".eval.results",
     "ConvertSettings": ".convert.settings",
     "EvalSettings": ".eval.settings",
     "HeadfoldError": ".errors",
@@ -46,6 +48,7 @@ _MODULES = {
     "inspect_checkpoint": ".convert.inspect",
     "load_recipe": ".recipes.schema",
     "plan_conversion": ".convert.run",
+    "read_results": ".eval.results",
     "run_recipe": ".recipes.run",
     "sweep": ".recipes.sweep",
     "uptrain_checkpoint": ".uptrain.run",
@@ -53,6 +56,7 @@ _MODULES = {
 
 __all__ = [
     "Checkpoint",
+    "Comparison",
     "ConvertSettings",
     "EvalSettings",
     "HeadfoldError",
@@ -66,6 +70,7 @@ __all__ = [
     "inspect_checkpoint",
     "load_recipe",
     "plan_conversion",
+    "read_results",
     "run_recipe",
     "sweep",
     "uptrain_checkpoint",

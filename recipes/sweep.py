@@ -136,7 +136,7 @@ def _measure(
         method,
         max(cache.kv_heads),
         # measured in float32, while a server will use the checkpoint's own dtype
-        cache.bytes_per_token * _stored_bytes(folder) / 4,
+        cache.bytes_per_token * Checkpoint.open(folder).element_bytes / 4,
         estimate.value,
         estimate.low,
         estimate.high,
@@ -144,11 +144,6 @@ def _measure(
     )
     info(f"{method} · {row.groups} KV heads · perplexity {row.perplexity:.3f}")
     return row
-
-
-def _stored_bytes(folder: Path) -> int:
-    """Bytes of one stored element, taken from the first tensor: checkpoints have one dtype."""
-    return {"F64": 8, "F32": 4}.get(next(iter(Checkpoint.open(folder).tensors.values())).dtype, 2)
 
 
 def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
