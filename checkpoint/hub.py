@@ -33,6 +33,7 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
         raise UsageError(f"There is no folder {folder}.", "Check the path.")
     left_out = FOREIGN_WEIGHTS if weights else (*FOREIGN_WEIGHTS, "*.safetensors")
     folder = _download(name, revision, left_out=left_out)
+    # Many repositories have the same weights twice, so pickled ones are downloaded only if there are no others.
     if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, only=_PICKLED)
     return folder
@@ -99,6 +100,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
 
     api = HfApi()
     try:
+        # None, not False: an organisation may make its repositories private by default
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         return str(api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Made by headfold"))
     except Exception as problem:  # the library raises what the network raises

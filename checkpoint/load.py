@@ -40,7 +40,7 @@ def load_language_model(
             folder,
             dtype=dtype,
             device_map=device_map,
-            output_loading_info=True,
+            output_loading_info=True,  # missing weights are reported nowhere else
             trust_remote_code=trust_remote_code,
         )
     except _FAULTS as problem:
@@ -81,6 +81,7 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
     from transformers.utils import logging
 
+    # its bars and warnings would mix with headfold's own; what matters of them is an error below
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     own = _brought(folder, trust_remote_code)

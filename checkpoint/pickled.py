@@ -73,6 +73,7 @@ def _refuse_other_byte_order(file: Path) -> None:
         order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
         if order is not None and archive.read(order) != b"little":
             raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
+        # torch stores members as they are; a file that was zipped again has no bytes to copy from
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise UnsupportedError(f"{file} was compressed after it was written.", _SAVE_AGAIN)
 

@@ -51,5 +51,5 @@ def _circumstances() -> dict[str, Any]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:
+    except PackageNotFoundError:  # headfold itself, when it runs from a checkout that is not installed
         return "unknown"

@@ -72,6 +72,7 @@ class Checkpoint:
         headers = {file: found.format.read(file) for file in found.files}
         tensors, notes = _collect_tensors(headers, found.named)
         if _ties_head(config):
+            # only here: a class that does not tie its head would miss the second name
             headers, tied = _without_twins(headers)
             notes += [f"{name} shares its bytes with {first}, so it is written once" for name, first in tied.items()]
             tensors = {name: info for name, info in tensors.items() if name not in tied}
@@ -139,6 +140,7 @@ class Checkpoint:
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
+        # as bytes: line ends must survive, since config.json is edited and compared as text
         text = (folder / CONFIG_NAME).read_bytes().decode("utf-8-sig")
         config = json.loads(text)
     except FileNotFoundError as problem:
@@ -222,6 +224,7 @@ def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
     copied: list[Path] = []
     left_out: list[Path] = []
     seen: set[str] = set()
+    # files of a snapshot in the hub's cache are links, and so may be its folders
     for place, folders, files in os.walk(folder, followlinks=True):
         here = Path(place)
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)

@@ -81,7 +81,7 @@ def only_adapter(folder: Path) -> UnsupportedError | None:
 
 
 def _present(file: Path) -> bool:
-    return file.is_symlink() or file.exists()
+    return file.is_symlink() or file.exists()  # a link to a missing file counts, so that it is refused by name
 
 
 def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:

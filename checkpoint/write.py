@@ -77,7 +77,7 @@ class ShardWriter:
         self._places: dict[str, tuple[Path, int, OutTensor]] = {}
         self._workers = ThreadPoolExecutor(2, "headfold-copy")  # one copies, one flushes what is copied
         self._tasks: list[Future[None]] = []
-        self._stopped = threading.Event()
+        self._stopped = threading.Event()  # a running copy cannot be cancelled, but it looks here after every chunk
         self._started = False
         self._copied_bytes = 0
 
@@ -106,6 +106,7 @@ class ShardWriter:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as stream:
                 stream.write(header)
+                # also shows at once if the file system cannot hold a file of this size
                 stream.truncate(len(header) + file.nbytes)
             position = len(header)
             for tensor in file.tensors:

@@ -14,7 +14,7 @@ from .methods.table import METHODS
 
 Grouping = Literal["contiguous", "similarity"]
 
-_METHODS = ", ".join(METHODS)
+_METHODS = "; ".join(f"{row.name}: {row.summary}" for row in METHODS.values())
 
 
 def _reads_no_text(settings: ConvertSettings) -> bool:
@@ -48,7 +48,7 @@ class ConvertSettings(CalibrationSettings):
         gt=0, description="KV heads of the result (G); divides those of the source (K)"
     )
     method: str | None = Field(
-        None, description=f"how a group of KV heads becomes one: {_METHODS}; default folded with text, else mean"
+        None, description=f"how a group of KV heads becomes one; default folded with text, else mean. {_METHODS}"
     )
     grouping: Grouping | None = Field(
         None,

@@ -121,6 +121,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
     """
     first = models[0].tokenizer()
     text = tokenize(first)
+    # perplexity is per token: with other tokens it would be another quantity
     for other in models[1:]:
         tokenizer = other.tokenizer()
         # equal vocabularies may still split text differently, and equal ids on this text may mean different tokens

@@ -404,6 +404,7 @@ class Comparison(ResultRecord):
 
     def to_json(self) -> str:
         """Write the text of results.json, without keys that do not apply."""
+        # keys that were never set stay away, so that a file is written again as it was read
         content = self.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
 
@@ -425,6 +426,7 @@ def read_results(path: Path) -> Comparison:
         raise UsageError(f"There are no results at {file}: {problem.strerror}.", _ANOTHER_FOLDER) from problem
     except ValueError as problem:
         raise DataError(f"{file} is not valid JSON: {problem}.", "Run headfold eval again.") from problem
+    # kind and schema come first: a file of another version has other keys, and its version is the reason to state
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise DataError(f"{file} does not hold the results of headfold eval.", _ANOTHER_FOLDER)
     if content.get("schema") != SCHEMA:

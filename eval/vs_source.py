@@ -52,6 +52,7 @@ def against_source(
         window, stride: that the text was scored with.
     """
     before, after = pair.source.document_nats, pair.other.document_nats
+    # per token, so that long documents count by their length
     tokens = float_array(document.scored for document in pair.scores.source.documents)
     kl_N = pair.scores.kl_N
     all_kl = None if kl_N is None else np.concatenate(list(kl_N))
@@ -157,6 +158,7 @@ def _worst_documents(scores: PairScores) -> list[DocumentChange]:
         for document, before, after in parts
         if document.scored >= _FEWEST_TOKENS
     ]
+    # no ratio means beyond any float, which is worst of all
     return sorted(rows, key=lambda row: -(row.ratio or math.inf))[:_WORST]
 
 
@@ -172,6 +174,7 @@ def _worst_tokens(scores: PairScores, decode: Decoder) -> list[TokenChange]:
     for document, before_N, after_N in parts:
         for place in np.argsort(before_N - after_N)[:_WORST_TOKENS]:
             rows.append((float(before_N[place]), float(after_N[place]), document, int(place) + 1))
+    # each document gave its own worst tokens; the worst of all are among them
     rows.sort(key=lambda row: row[0] - row[1])
     return [_token_change(*row, decode) for row in rows[:_WORST_TOKENS] if row[1] > row[0]]
 

@@ -24,7 +24,7 @@ def peak_bytes(device: torch.device, compute: Callable[[], Any]) -> int:
     it is freed, so memory that a kernel uses inside one operation is not counted.
     """
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)  # else an earlier peak would be counted
         before = torch.cuda.memory_allocated(device)
         compute()
         return int(torch.cuda.max_memory_allocated(device) - before)
@@ -75,6 +75,7 @@ def _longest(free: float, cache: CacheSize) -> int | None:
     """Find the largest context whose cache fits. A layer with a sliding window stops growing once it is full."""
     if cache.total(_ENDLESS) <= free:
         return None
+    # bisection, since windows that fill up at different lengths leave no formula to invert
     low, high = 0, _ENDLESS
     while low < high:
         middle = (low + high + 1) // 2

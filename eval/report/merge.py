@@ -43,6 +43,7 @@ def read_and_merge(paths: Sequence[Path]) -> Comparison:
 def _merged(first: Comparison, second: Comparison, first_path: Path, second_path: Path) -> Comparison:
     """Put together the models of both. A model that is in both has the second's numbers."""
     _refuse_unlike(first, second, first_path, second_path)
+    # by digest, since one folder may hold other weights than before
     again = {model.digest for model in second.others}
     earlier = [model for model in first.others if model.digest not in again]
     models = _tell_apart([first.source, *earlier, *second.others])
@@ -64,6 +65,7 @@ def _refuse_unlike(first: Comparison, second: Comparison, first_path: Path, seco
 
 def _tell_apart(models: Sequence[ModelResult]) -> list[ModelResult]:
     """Replace names that are not unique by paths."""
+    # two comparisons may each have a model in a folder of this name
     names = [model.name for model in models]
     return [
         model.model_copy(update={"name": model.path.rstrip("/")}) if names.count(model.name) > 1 else model

@@ -23,6 +23,7 @@ def protocol_rows(results: Comparison) -> list[tuple[str, str]]:
         *([("Windows", _windows(made))] if made.targets is None else _targets(made.targets)),
         ("Run", _run(made)),
         ("Intervals", interval_note(made)),
+        # the last model stands for all: every model of a comparison is measured alike
         *([("Decoding", _decoding(made))] if last.decode else []),
         *([("Retrieval", _retrieval(made))] if last.needle else []),
         *([("Memory", _MEMORY)] if last.capacity else []),

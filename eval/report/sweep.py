@@ -36,6 +36,7 @@ def table_rows(rows: Sequence[SweepRow]) -> list[list[str]]:
     """Build the table's cells: the source first, whose row must be there, then by groups, the best first."""
     source = next(row for row in rows if row.method == "source")
     cells = []
+    # methods are compared at equal groups, so groups come before perplexity
     for row in sorted(rows, key=lambda row: (-row.groups, row.method != "source", row.perplexity)):
         interval = "" if row.low is None or row.high is None else f"[{number(row.low)}, {number(row.high)}]"
         against = "–" if row is source else change(row.perplexity / source.perplexity)
@@ -62,6 +63,7 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
     Args:
         details: how the rows were measured, as a few named values.
     """
+    # the JSON first: a sweep continues from it, even if drawing fails
     content = SweepResults(details=details, rows=list(rows))
     write_json(folder / RESULTS_NAME, content.model_dump(mode="json"), indent=1)
     page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))

@@ -23,6 +23,7 @@ def table_rows(results: Comparison) -> list[TableRow]:
         *(_speed_row(models, *point) for point in _shown_points(results.last)),
         _row("Parameters", "weights", models, _parameters),
     ]
+    # a measure that was not made has dashes only, and a row of dashes says nothing
     return [row for row in rows if any(cell.main != "–" for cell in row.cells)]
 
 
@@ -120,6 +121,7 @@ def _cache_rows(results: Comparison) -> list[TableRow]:
 def _cache(model: ModelResult) -> Cell:
     detail = "" if model.against_source is None else _smaller(model.against_source.cache_ratio)
     measured, formula = model.cache_bytes_per_token, model.cache_formula_bytes
+    # they differ for sliding windows, latent caches and remote code: then the reader must see both
     if formula is not None and formula != measured:
         detail = f"{detail} (by formula {human_bytes(formula)})".strip()
     return Cell(human_bytes(measured), detail)
@@ -156,6 +158,7 @@ def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
 
 def _shown_points(model: ModelResult) -> list[tuple[int, int]]:
     """Choose the largest context with each batch. The page shows the rest."""
+    # the cache matters most with the longest context
     longest = max((row.context for row in model.decode), default=0)
     return [(row.context, row.batch) for row in model.decode if row.context == longest]
 

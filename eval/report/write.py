@@ -59,7 +59,7 @@ def markdown(results: Comparison) -> str:
 
 
 def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    return cell.replace("|", "\\|")  # a bar would end the cell
 
 
 def html(results: Comparison) -> str:

@@ -72,6 +72,7 @@ def group_windows(
 def collate(windows: Sequence[Window], documents: Sequence[ScoredDocument]) -> AnyBatch:
     """Make one batch of these windows, which are either all text or all targets."""
     offsets = offsets_of(documents)
+    # a text has either windows or pairs, never both
     pairs = [made for made in windows if isinstance(made, TargetWindow)]
     if pairs:
         return collate_targets(pairs, [torch.from_numpy(places_of(made, offsets)) for made in pairs])

@@ -56,6 +56,7 @@ class SourceCache:
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
             warn(f"{self._file} cannot be read ({problem}), so the source is measured again.")
             return None
+        # numpy splits an array that is too short without a word
         if sum(map(len, rows[0])) != sum(document.scored for document in documents):
             warn(f"{self._file} is cut short, so the source is measured again.")
             return None

@@ -69,6 +69,7 @@ class TargetDocument:
     @property
     def ids(self) -> list[int]:
         """Join all targets. The first id is a filler, since the first id of a text is context only."""
+        # the target's last token, so that the filler is an id that every tokenizer and model has
         return [self.pairs[0].target[-1], *(token for pair in self.pairs for token in pair.target)]
 
     @property
@@ -91,6 +92,7 @@ class TargetDocument:
         made, first = [], 1
         for pair in self.pairs:
             stop = first + len(pair.target)
+            # a start below zero is fine: only the difference to stop is used, to sort by length
             made.append(TargetWindow(document, first - len(pair.source), stop, first, pair))
             first = stop
         return made
@@ -159,6 +161,7 @@ def target_text(
     digest = hashlib.sha256()
     for document in documents:
         for part in document.parts:
+            # the length in front tells "ab" + "c" from "a" + "bc"
             encoded = part.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         pairs = pairs_of(document)
@@ -207,6 +210,7 @@ def _pairs_from_spans(tokenizer: Any, targets: TargetSettings) -> Callable[[Docu
         ids = list(tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"])
         blocks = [ids[first : first + size] for first in range(0, len(ids), size)]
         return [
+            # seeded by name and number, so that other documents before this one do not change its spans
             corrupt(block, random.Random(f"{SEED}:{document.name}:{number}"))
             for number, block in enumerate(blocks)
             if len(block) > 1

@@ -158,6 +158,7 @@ def tokenize_text(
     digest = hashlib.sha256()
     for document in documents:
         for part in (document.name, document.text):
+            # lone surrogates occur in real text and must not stop the hash
             encoded = part.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         tokens, cut = _tokenize(tokenizer, document, left, bos)
@@ -188,6 +189,7 @@ def _tokenize(
     )
     ids: list[int] = list(encoding["input_ids"])
     offsets: list[tuple[int, int]] | None = list(encoding["offset_mapping"]) if tokenizer.is_fast else None
+    # some templates add BOS to a text that begins with it; two of them would shift every score
     ids, offsets, starts_with_bos = _with_bos_policy(ids, offsets, tokenizer.bos_token_id, bos)
     cut = limit is not None and len(ids) - 1 > limit
     if limit is not None:
@@ -222,6 +224,7 @@ def _scored_bytes(tokenizer: Any, text: str, ids: list[int], offsets: list[tuple
     if offsets is None:
         decoded: str = tokenizer.decode(ids[1:], skip_special_tokens=True)
         return len(decoded.encode("utf-8", "surrogatepass"))
+    # the first token is context only, so its characters do not count
     begin = offsets[0][1]
     end = max(offset[1] for offset in offsets[: len(ids)]) if cut else len(text)
     return len(text[begin:end].encode("utf-8", "surrogatepass"))
@@ -247,6 +250,7 @@ def make_windows(documents: Sequence[ScoredDocument], window: int, stride: int |
         raise UsageError(f"A window of {window} tokens leaves nothing to score.", "Give a window of at least 2.")
     if stride is not None and stride < 1:
         raise UsageError(f"The stride is {stride}.", "Give a stride of at least 1.")
+    # a stride of a whole window would leave the first token of each window without context
     step = min(stride or default_stride(window), window - 1)
     return [made for index, document in enumerate(documents) for made in document.windows(index, window, step)]
 

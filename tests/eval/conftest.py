@@ -1,4 +1,4 @@
-"""Fixtures of the evaluation's tests; eval_models is their factory."""
+"""Fixtures of the evaluation's tests, made by eval_models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eval_models import WORDS
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., str]:
-    """Save a model with its tokenizer under a name; gives the folder."""
+    """Save a model with its tokenizer under a name, and return the folder."""
 
     def save_checkpoint(name: str, model: Any, tokenizer: Any) -> str:
         folder = tmp_path / name

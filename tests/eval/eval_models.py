@@ -1,4 +1,4 @@
-"""Tiny checkpoints and tokenizers, made here and now."""
+"""Make tiny checkpoints and tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = TEXT.split()
 
 
 def word_tokenizer(*, specials: bool = True, template: bool = False, extra: int = 0) -> PreTrainedTokenizerFast:
-    """One token per word; with ``template`` it puts <s> in front by itself."""
+    """Make a tokenizer with one token per word; with ``template`` it adds <s> in front."""
     names = ["<unk>", *(["<s>", "</s>"] if specials else []), *WORDS, *(f"x{index}" for index in range(extra))]
     backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -64,7 +64,7 @@ def test_identical_models_agree_to_the_last_digit(batch_size):
     assert found.source.total() == score(tiny_llama(), documents, window=16, batch_size=batch_size).total()
 
 
-def test_pair_numbers_are_those_of_the_plain_formulas():
+def test_pair_numbers_follow_the_plain_formulas():
     source, other, documents = tiny_llama(), tiny_llama(seed=1), random_documents([20, 9])
     _, (found,) = score_with_source(source, [other], documents, ScoreLoop(64))
     for index, document in enumerate(documents):
@@ -166,7 +166,7 @@ def test_a_padded_vocabulary_is_allowed_and_scores_equally(run, save, source):
     assert pair.kl_nats.value == pytest.approx(0, abs=1e-6)
 
 
-def test_tokenizer_with_more_ids_than_the_model(run, save, text_file):
+def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(run, save, text_file):
     Path(text_file).write_text(json.dumps({"text": "the cat x19"}) + "\n")
     broken = save("broken", tiny_llama(), word_tokenizer(extra=20))
     with pytest.raises(DataError, match="41"):
@@ -236,7 +236,7 @@ def test_logits_that_are_not_finite_are_an_error(run, save):
         run(save("broken", model, word_tokenizer()))
 
 
-def test_requests_that_make_no_sense(run, source, tmp_path, text_file):
+def test_impossible_requests_are_refused(run, source, tmp_path, text_file):
     with pytest.raises(UsageError):
         run(str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="twice"):
@@ -264,7 +264,7 @@ def test_dtype_auto_follows_the_source_but_not_on_a_cpu():
 
 
 def test_models_that_do_not_fit_together_are_measured_one_by_one(run, save, source, monkeypatch):
-    """The source then runs beside each; the numbers are the same."""
+    """The source then runs beside each of them, and the numbers stay the same."""
     tokenizer = word_tokenizer(template=True)
     others = [save(name, tiny_llama(seed=seed), tokenizer) for seed, name in ((1, "one"), (2, "two"))]
     together = run(source, *others, repeats=1)
@@ -281,7 +281,7 @@ def test_models_that_do_not_fit_together_are_measured_one_by_one(run, save, sour
         assert len(after.speedup) == 1
 
 
-def test_a_comparison_that_was_stopped_goes_on(run, save, source, tmp_path, monkeypatch):
+def test_a_stopped_comparison_continues(run, save, source, tmp_path, monkeypatch):
     other = save("other", tiny_llama(seed=1), word_tokenizer(template=True))
     expected = run(source, other, repeats=0)
     batches, compare_batch = [], paired._compare_batch
@@ -303,7 +303,7 @@ def test_a_comparison_that_was_stopped_goes_on(run, save, source, tmp_path, monk
     assert not (tmp_path / "report.partial").exists()
 
 
-def test_memory_is_answered_in_the_dtype_of_the_weights(run, save):
+def test_capacity_is_computed_in_the_dtype_of_the_weights(run, save):
     """Stored in half precision, measured in float32: what fits is twice what the measured cache would say."""
     half = save("half", tiny_llama().bfloat16(), word_tokenizer())
     (model,) = run(half, memory="1MB").models
@@ -340,7 +340,7 @@ def test_worst_tokens_are_those_that_lost_most(run, save, source):
         assert token.before.split()[-1] in [*WORDS, "<s>"]
 
 
-def test_a_model_that_is_off_every_scale_still_gets_its_report(run, save, source, tmp_path):
+def test_a_model_with_infinite_perplexity_still_gets_a_report(run, save, source, tmp_path):
     broken = tiny_llama(seed=1)
     with torch.no_grad():
         broken.lm_head.weight.mul_(1e4)  # thousands of nats per token: a perplexity that no float holds

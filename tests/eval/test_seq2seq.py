@@ -1,4 +1,4 @@
-"""Encoder-decoders compared: target loss on the same spans, both caches, decoding, and what is left out."""
+"""Compare encoder-decoders: target loss on the same spans, both caches, decoding, and measures left out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def documents_of(folder, words_file, tokens=300):
     return target_text(load_tokenizer(folder), corpus, TargetSettings(32), max_tokens=tokens)
 
 
-def test_nats_are_the_loss_of_transformers_pair_by_pair(tiny_t5, words_file):
+def test_nats_equal_the_loss_of_transformers_for_each_pair(tiny_t5, words_file):
     model = load_language_model(tiny_t5)
     text = documents_of(tiny_t5, words_file)
     scores = score(model, text.documents, batch_size=3)
@@ -69,7 +69,7 @@ def test_batches_and_their_padding_change_nothing_but_a_wrong_target_does(tiny_t
     assert abs(score(model, wrong).total().nll_nats - totals[0]) > 1e-3
 
 
-def test_the_same_spans_for_every_try_and_other_ones_for_another_document(tiny_t5, words_file):
+def test_spans_are_equal_for_every_run_and_differ_by_document(tiny_t5, words_file):
     one, other = (documents_of(tiny_t5, words_file) for _ in range(2))
     assert one.ids_sha256 == other.ids_sha256
     wider = target_text(
@@ -121,13 +121,15 @@ def test_the_report_is_per_target_token_and_says_what_is_left_out(compared, capf
     assert "Target loss" in capfd.readouterr().out
 
 
-def test_the_report_of_one_is_built_again(compared, tmp_path):
+def test_the_report_of_an_encoder_decoder_can_be_rebuilt(compared, tmp_path):
     results = read_results(compared / "report")
     rebuild_report(results, tmp_path / "again")
     assert (tmp_path / "again" / "report.html").read_bytes() == (compared / "report" / "report.html").read_bytes()
 
 
-def test_a_pair_is_compared_with_pairs_alone(tiny_t5, tiny_checkpoint, words_file, pairs_file, tmp_path):
+def test_an_encoder_decoder_is_compared_with_encoder_decoders_only(
+    tiny_t5, tiny_checkpoint, words_file, pairs_file, tmp_path
+):
     settings = EvalSettings(data=str(words_file), tokens=50, **QUICK)
     with pytest.raises(UsageError, match="encoder-decoder and the other is not"):
         compare(str(tiny_t5), [str(tiny_checkpoint)], out=tmp_path / "report", settings=settings)
@@ -149,7 +151,7 @@ def test_a_column_of_plain_text_is_refused(tiny_t5, tmp_path):
 
 
 def test_other_tokenizers_are_refused(tiny_t5, word_tokenizer, words_file, tmp_path):
-    """The spans would be others."""
+    """The spans would differ."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -166,7 +168,7 @@ def test_other_tokenizers_are_refused(tiny_t5, word_tokenizer, words_file, tmp_p
         compare(str(tiny_t5), [str(tmp_path / "other")], out=tmp_path / "report", settings=settings)
 
 
-def test_pairs_of_columns_are_scored(tiny_t5, pairs_file, tmp_path):
+def test_pairs_from_columns_are_scored(tiny_t5, pairs_file, tmp_path):
     settings = EvalSettings(
         data=str(pairs_file), source_column="input", target_column="answer.back", tokens=None, **{**QUICK, "repeats": 0}
     )
@@ -191,7 +193,7 @@ def test_a_tokenizer_without_sentinels_needs_pairs(tiny_t5, words_file, tmp_path
         compare(str(tmp_path / "plain"), [], out=tmp_path / "report", settings=settings)
 
 
-def test_both_caches_are_read_off_and_agree_with_the_config(tiny_t5):
+def test_both_caches_are_measured_and_agree_with_the_config(tiny_t5):
     """Two layers of keys and values, 4 heads of width 8 in float32."""
     model = load_language_model(tiny_t5)
     expected = 2 * 2 * 4 * 8 * 4
@@ -216,7 +218,7 @@ def test_decoding_is_timed_with_the_cache(tiny_t5, monkeypatch):
     assert len(times.decode_seconds) == 1
 
 
-def test_greedy_steps_of_the_timing_are_those_of_generate(tiny_t5):
+def test_timed_steps_equal_generate(tiny_t5):
     from headfold.eval.measures.kv_cache import _forward, _prompt
 
     model = load_language_model(tiny_t5)
@@ -248,7 +250,7 @@ def test_float16_is_warned_of(dtype, warned, tiny_t5, capfd):
         ({"needles": 0}, None),
     ],
 )
-def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, tiny_t5, capfd):
+def test_options_without_effect_on_encoder_decoders_are_named(given, named, tiny_t5, capfd):
     from headfold.eval.models import open_models
     from headfold.eval.protocol import fit_protocol
 
@@ -258,7 +260,7 @@ def test_options_that_an_encoder_decoder_has_no_use_for_are_named(given, named, 
 
 
 @pytest.mark.parametrize("model_type", ["bart", "m2m_100"])
-def test_converted_ones_are_scored_by_their_own_loss_and_both_caches_shrink(model_type, tmp_path):
+def test_converted_models_score_their_own_loss_and_both_caches_shrink(model_type, tmp_path):
     from headfold import convert_checkpoint
     from tiny import tiny_pair
 

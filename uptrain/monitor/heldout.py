@@ -150,7 +150,7 @@ class HeldoutMonitor:
 
     @property
     def recovered(self) -> float | None:
-        """See :func:`recovered_so_far`."""
+        """Share of the loss by conversion that is recovered so far, see :func:`recovered_so_far`."""
         return None if self._text is None else recovered_so_far(self._metrics.lines, self._text.identity)
 
     @property

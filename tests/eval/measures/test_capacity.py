@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
 
 
-def test_peak_is_the_most_that_stands_at_once():
+def test_peak_is_the_most_memory_held_at_once():
     kept = torch.ones(250_000)
 
     def compute():

@@ -9,7 +9,7 @@ from headfold.eval.measures.intervals import Estimate, ratio_estimate
 from headfold.eval.results import ReportedEstimate
 
 
-def test_value_is_the_ratio_of_sums_and_lies_inside():
+def test_value_is_the_ratio_of_sums_and_lies_inside_its_interval():
     draw = np.random.default_rng(0)
     tokens = draw.integers(5, 500, 40).astype(float)
     nats = tokens * draw.normal(3, 0.4, 40)
@@ -44,7 +44,7 @@ def test_an_estimate_can_be_mapped_and_reported():
     assert Estimate(1.0, math.nan, math.inf).reported() == ReportedEstimate(value=1.0, low=None, high=None)
 
 
-def test_intervals_cover(monkeypatch):
+def test_intervals_cover_the_truth_at_their_level(monkeypatch):
     """95 % intervals hold the true nats per token in 93 to 97 % of 1,000 sets of documents of unequal length."""
     monkeypatch.setattr(intervals, "RESAMPLES", 500)
     draw = np.random.default_rng(2)
@@ -57,7 +57,7 @@ def test_intervals_cover(monkeypatch):
     assert 930 <= held <= 970
 
 
-def test_treating_tokens_as_independent_would_not_cover():
+def test_intervals_over_single_tokens_would_not_cover():
     """The control: an interval from single tokens is far too narrow when a document's tokens agree with each other."""
     draw = np.random.default_rng(3)
     held = 0

@@ -28,7 +28,7 @@ def test_cache_bytes_fall_with_the_kv_heads(kv_heads, dtype):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mistral", "gpt_neox"])
-def test_cache_of_other_families(model_type):
+def test_cache_bytes_of_other_families(model_type):
     config = AutoConfig.for_model(
         model_type,
         vocab_size=32,
@@ -47,8 +47,8 @@ def test_cache_of_other_families(model_type):
     assert measure_cache(AutoModelForCausalLM.from_config(config)).bytes_per_token == 2 * 2 * heads * 8 * 4
 
 
-def test_decoding_is_the_models_greedy_generation(monkeypatch):
-    """The tokens timed are those that generate() gives: the cache is used, and used rightly."""
+def test_timed_decoding_equals_generate(monkeypatch):
+    """The timed tokens equal those of generate(), so the cache is used correctly."""
     model = tiny_llama()
     fed = []
     model.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"].clone()), with_kwargs=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 
 class Copier(nn.Module):
-    """Says what followed the newest earlier copy of the last four tokens; guesses evenly where there is none."""
+    """Predicts the token that followed the last earlier copy of the last four tokens, or guesses without one."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_a_model_that_copies_finds_everything_and_one_that_cannot_finds_nothing(
     assert max(abs(mean_gains(one)).max() for one in random) < 1
 
 
-def test_every_sequence_has_its_length_and_the_needle_where_it_says():
+def test_every_sequence_has_its_length_and_the_needle_at_its_depth():
     settings = NeedleSettings(passages=3, lengths=(128,), depths=(0.0, 0.5, 1.0))
     documents = text(2000)
     for one in hide_passages(documents, settings):
@@ -83,7 +83,7 @@ def test_bos_stands_first_where_documents_have_it():
         assert all(ids[0] == 399 and len(ids) == 128 for ids in one.sequences)
 
 
-def test_lengths_that_cannot_be_are_left_out_and_said(capsys):
+def test_impossible_lengths_are_left_out_with_a_warning(capsys):
     assert hide_passages(text(200), NeedleSettings(passages=1, lengths=(128,))) == []
     assert "128 tokens" in capsys.readouterr().err
     assert drop_long_texts(NeedleSettings(lengths=(128, 512)), 256).lengths == (128,)

@@ -34,7 +34,7 @@ def task(tmp_path) -> Path:
 
 
 def accuracy(model) -> list[float]:
-    """What the model itself prefers after each question, by its logits."""
+    """Compute from the logits whether the model prefers the right word after each question."""
     tokenizer = word_tokenizer()
     wanted = [tokenizer.convert_tokens_to_ids(word) for word in CHOICES]
     right = []
@@ -45,7 +45,7 @@ def accuracy(model) -> list[float]:
     return right
 
 
-def test_a_local_task_is_answered_as_the_models_logits_say(save, text_file, task, tmp_path):
+def test_a_local_task_is_answered_by_the_models_logits(save, text_file, task, tmp_path):
     models = tiny_llama(), tiny_llama(seed=1)
     folders = [save(name, model, word_tokenizer()) for name, model in zip(("source", "other"), models, strict=True)]
     settings = EvalSettings(data=text_file, window=32, device="cpu", tasks=[str(task)], repeats=0, needles=0)
@@ -62,7 +62,7 @@ def test_a_local_task_is_answered_as_the_models_logits_say(save, text_file, task
     assert "next_word: acc" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_tasks_that_are_not_there(task, tmp_path):
+def test_tasks_that_do_not_exist_are_refused(task, tmp_path):
     assert find_tasks(TaskSettings((str(task),)))[1] == ["next_word"]
     assert find_tasks(TaskSettings((str(task.parent),)))[1] == ["next_word"]
     with pytest.raises(UsageError, match=r"no_such\.yaml"):
@@ -72,7 +72,7 @@ def test_tasks_that_are_not_there(task, tmp_path):
         find_tasks(TaskSettings((str(tmp_path / "empty.yaml"),)))
 
 
-def test_data_that_cannot_be_had_is_one_sentence(save, text_file, task, tmp_path):
+def test_missing_task_data_is_an_error_in_one_sentence(save, text_file, task, tmp_path):
     (tmp_path / "questions.jsonl").unlink()
     settings = EvalSettings(data=text_file, window=32, device="cpu", tasks=[str(task)], repeats=0, needles=0)
     with pytest.raises(DataError, match="next_word"):
@@ -80,7 +80,7 @@ def test_data_that_cannot_be_had_is_one_sentence(save, text_file, task, tmp_path
     assert not (tmp_path / "report").exists()
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch, task):
+def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, task):
     own = builtins.__import__
 
     def without(name, *rest, **more):
@@ -94,8 +94,8 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, task):
     assert "headfold[harness]" in refused.value.hint
 
 
-def test_filters_are_measures_of_their_own_and_what_is_no_mean_is_left_out(capfd):
-    """As lm-eval logs gsm8k (a sample for each filter) and lambada (log-likelihoods under the name of a perplexity)."""
+def test_each_filter_is_a_measure_and_measures_that_are_not_means_are_left_out(capfd):
+    """lm-eval logs gsm8k with a sample for each filter, and lambada with log-likelihoods named perplexity."""
     samples = [
         {"doc_id": n, "filter": name, "exact_match": float(right), "perplexity": -2.0 - n, "metrics": metrics}
         for name, rights in (("strict", (0, 0, 1)), ("flexible", (0, 1, 1)))

@@ -30,7 +30,7 @@ def run(tmp_path, text_file):
     return compare_here
 
 
-def test_two_comparisons_become_what_one_would_have_been(run, models, tmp_path):
+def test_two_merged_comparisons_equal_one(run, models, tmp_path):
     source, one, two = models
     (Path(one) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "convert"}]}))
     (Path(two) / "headfold.json").write_text(json.dumps({"schema": 1, "history": [{"step": "uptrain"}]}))
@@ -52,7 +52,7 @@ def test_a_model_in_both_is_shown_once(run, models):
     assert [model.name for model in merged.models] == ["source", "two", "one"]
 
 
-def test_what_cannot_be_compared_is_not_merged(run, models, tmp_path):
+def test_comparisons_that_differ_in_protocol_or_source_are_not_merged(run, models, tmp_path):
     first = run("first", models[:2])
     content = json.loads((first / "results.json").read_text())
     second = tmp_path / "second"

@@ -27,7 +27,7 @@ def estimate(value: float, spread: float = 0.1) -> dict[str, float]:
 
 
 PLOTS = 7
-"""All but the sweep's curve, and time against groups, which takes three numbers of KV heads."""
+"""All plots but the sweep's curve, and time against groups, which needs three numbers of KV heads."""
 POINTS = [(context, batch) for context in (64, 256) for batch in (1, 8)]
 
 
@@ -177,7 +177,7 @@ def results(content) -> Comparison:
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, the text it would show, and what is not closed."""
+    """Collects what a browser would fetch, the text it would show, and tags that are not closed."""
 
     VOID = ("meta", "br", "link", "img", "input")
 
@@ -262,7 +262,7 @@ def test_page_shows_the_numbers_of_the_results(results, content):
     assert "36.66" in Page(html(Comparison.model_validate(content))).text
 
 
-def test_no_record_no_recovery_plot(content):
+def test_without_a_record_there_is_no_recovery_plot(content):
     content["models"][2]["recovery"] = []
     page = html(Comparison.model_validate(content))
     assert page.count("<svg") == PLOTS - 1
@@ -290,7 +290,7 @@ def test_verdict_is_about_the_last_model(results):
     assert html(alone)
 
 
-def test_the_loss_that_counts_is_that_of_the_last_model(results):
+def test_final_loss_is_the_last_models(results):
     converted, last = (model.against_source.perplexity_ratio.value for model in results.others)
     assert final_loss(results) == pytest.approx(last - 1)
     assert final_loss(results) != pytest.approx(converted - 1)
@@ -305,7 +305,7 @@ def test_rebuild_gives_the_same_files(results, tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_results_that_cannot_be_read(tmp_path, content):
+def test_results_that_cannot_be_read_are_refused(tmp_path, content):
     with pytest.raises(UsageError):
         read_results(tmp_path / "nowhere")
     without_documents = {key: found for key, found in content.items() if key != "documents"}
@@ -336,7 +336,7 @@ def test_table_on_stdout(results, capsys):
     assert "gqa-2-up: perplexity" in out
 
 
-def test_numbers_in_words():
+def test_numbers_are_written_for_people():
     assert [number(value) for value in (28.714, 244.31, 12345.6, 0.01234, 0.0, None, math.nan)] == [
         "28.71",
         "244.3",
@@ -350,7 +350,7 @@ def test_numbers_in_words():
     assert percent(0.8154) == "81.5 %"
 
 
-def test_a_number_of_kv_heads_against_time_takes_three_of_them(content):
+def test_time_against_kv_heads_is_plotted_from_three_numbers_on(content):
     content["models"][2]["kv_heads"] = [1]
     page = html(Comparison.model_validate(content))
     assert page.count("<svg") == PLOTS + 1
@@ -395,7 +395,7 @@ document.title = JSON.stringify({
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_page_in_chromium(results, tmp_path, theme):
-    """At 1280 and at 390 pixels: all plots stand within the page, nothing is fetched, nothing goes wrong."""
+    """At 1280 and at 390 pixels all plots lie within the page, nothing is fetched, and the console stays empty."""
     for width in (1280, 390):
         seen = open_page(html(results), tmp_path, width, theme)
         assert seen["fetched"] == 0
@@ -412,7 +412,7 @@ def test_page_in_chromium(results, tmp_path, theme):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium")
-def test_what_the_browser_test_would_miss(results, tmp_path):
+def test_the_browser_test_notices_fetching_and_wide_pages(results, tmp_path):
     """The control: a page that fetches, and one that is too wide."""
     page = html(results)
     fetching = page.replace("</main>", "<img src='nowhere.png' alt=''></main>")
@@ -422,7 +422,7 @@ def test_what_the_browser_test_would_miss(results, tmp_path):
 
 
 def open_page(page: str, folder: Path, width: int, theme: str) -> dict:
-    """What the page looks like inside headless Chromium. Its window cannot be narrower than 500 pixels, so the page
+    """Measure the page inside headless Chromium. Its window cannot be narrower than 500 pixels, so the page
     is shown in a frame of the wanted width, and its own console is watched."""
     inner = page.replace(
         "</main>",
@@ -451,7 +451,7 @@ def open_page(page: str, folder: Path, width: int, theme: str) -> dict:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The folder over HTTP, since a browser keeps no account of what it fetches from files."""
+    """Serve the folder over HTTP, since a browser does not record what it fetches from files."""
     handler = functools.partial(QuietHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The same number as an independent implementation: lm-eval's rolling log-likelihood on the same tokens."""
+"""Perplexity equals an independent implementation: lm-eval's rolling log-likelihood on the same tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTH = 96
 
 
 @pytest.mark.parametrize(("folder", "corpus"), MODELS)
-def test_word_and_byte_perplexity_are_those_of_lm_eval(folder, corpus):
+def test_word_and_byte_perplexity_equal_lm_evals(folder, corpus):
     from lm_eval.api.instance import Instance
     from lm_eval.api.metrics import weighted_perplexity
     from lm_eval.models.huggingface import HFLM

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 
 def table_model(table_VV: torch.Tensor) -> LlamaForCausalLM:
-    """A Llama whose next-token logits are ``table[current token]``: one-hot embeddings, and blocks that add nothing."""
+    """Make a Llama whose logits are ``table[current token]``: one-hot embeddings, and layers that add nothing."""
     vocab = len(table_VV)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -38,7 +38,7 @@ def table_model(table_VV: torch.Tensor) -> LlamaForCausalLM:
 
 
 def plain_nats(model, documents, window, stride) -> list[float]:
-    """One window at a time, float64, position by position."""
+    """Score one window at a time, in float64, position by position."""
     nats = [0.0] * len(documents)
     with torch.no_grad():
         for made in make_windows(documents, window, stride):
@@ -149,7 +149,7 @@ def test_the_head_on_slices_is_the_models_own(model_type):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_head_that_is_more_than_the_backbone_is_noticed(monkeypatch):
+def test_a_model_that_changes_logits_after_its_head_is_run_whole(monkeypatch):
     """A model that adds something position-dependent after its backbone must be run whole."""
     model, documents = tiny_llama(), random_documents([50])
     own = LlamaForCausalLM.forward

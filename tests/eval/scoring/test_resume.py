@@ -12,7 +12,7 @@ DOCUMENTS = random_documents([40, 7, 23, 31])
 
 
 def values_of(batch) -> torch.Tensor:
-    """Two rows that tell every scored token apart."""
+    """Compute two rows that tell every scored token apart."""
     return torch.stack([batch.places_N.float(), batch.targets_N.float()])
 
 
@@ -29,7 +29,7 @@ def read(saved: SavedMeasurements, stop_after: int | None = None) -> tuple[torch
     return ScoreLoop(16, 8, 2, saved=saved).values("scores", 2, DOCUMENTS, compute), seen
 
 
-def test_scoring_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+def test_scoring_continues_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(_SaveTimer, "EVERY_SECONDS", 0.0)
     expected, batches = read(SavedMeasurements(tmp_path / "whole", {}))
     assert batches == 5
@@ -43,7 +43,7 @@ def test_scoring_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     assert read(SavedMeasurements(tmp_path / "out", {"a": 2}))[1] == 5  # measured otherwise: from the start
 
 
-def test_the_scores_of_all_processes_count(tmp_path):
+def test_scores_of_all_processes_are_put_together(tmp_path):
     saved = SavedMeasurements(tmp_path / "out", {})
     for rank, places in ((0, [0, 2]), (1, [3])):
         saved._rank = rank
@@ -64,7 +64,7 @@ def test_a_measurement_is_made_once(tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("x")
     with pytest.raises(UsageError, match="in the way"):

@@ -15,7 +15,7 @@ def models(save) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path, text_file, monkeypatch):
-    """A comparison from a cache of the source; gives its results and the names of the models that were loaded."""
+    """Compare with a cache of the source, and return the results and the names of the models that were loaded."""
     loaded: list[str] = []
     load = runner.Runner._load
     monkeypatch.setattr(runner.Runner, "_load", lambda self, model: loaded.append(model.name) or load(self, model))
@@ -57,7 +57,7 @@ def test_the_source_is_not_run_twice(run, models, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"window": 16}, {"tokens": 100}, {"bos": True}, {"needles": 3}])
-def test_what_was_measured_otherwise_is_not_taken(run, models, changes):
+def test_scores_of_another_protocol_are_not_used(run, models, changes):
     run([models[0], models[1]])
     assert run([models[0], models[2]], **changes)[1] == ["source", "two"]
 
@@ -72,8 +72,8 @@ def test_a_damaged_entry_is_measured_again(run, models, tmp_path, capsys):
     assert found.to_json()
 
 
-def test_a_comparison_that_was_stopped_goes_on_with_a_cache_that_came_since(run, models, monkeypatch):
-    """The scores that lie there have rows for the source's logits, which a comparison from the cache has not."""
+def test_a_stopped_comparison_continues_with_a_cache_made_since(run, models, monkeypatch):
+    """The saved scores have rows for the source's logits, and a comparison from the cache has none."""
     expected, _ = run([models[0], models[1]], source_cache=None)
     monkeypatch.setattr(runner.Runner, "_time", _interrupted)
     with pytest.raises(KeyboardInterrupt):
