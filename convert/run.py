@@ -238,6 +238,7 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         "turned": plan.turns(),
         "statistics": None if statistics is None else statistics.metadata,
         "seed": plan.settings.seed,
+        "settings": plan.settings.model_dump(mode="json"),
         "tensors_unused": unused,
         "notes": notes,
     }

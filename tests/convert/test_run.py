@@ -16,6 +16,7 @@ from headfold.checkpoint.source import INDEX_NAME, Checkpoint
 from headfold.convert.calibration.statistics import SOURCE, TOKENS, writing_statistics
 from headfold.convert.family.verify import verify
 from headfold.convert.run import convert_checkpoint, plan_conversion, run_plan
+from headfold.convert.settings import ConvertSettings
 from headfold.errors import CheckpointError, HeadfoldError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -373,6 +374,7 @@ def test_the_record_says_how_the_result_was_made(single: Path, tmp_path: Path) -
     out = convert_checkpoint(half, tmp_path / "out", groups=2, method="first", seed=3)
     history = json.loads((out / "headfold.json").read_text())["history"]
     assert [entry["kv_heads"] for entry in history] == [4, 2]
+    assert ConvertSettings.restored(history[-1]["settings"]).groups == 2
     assert history[1]["source_digest"] == Checkpoint.open(half).digest()
     assert history[1] | {"method": "first", "seed": 3, "kv_heads_before": 4, "model_type": "llama"} == history[1]
 
