@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -38,8 +37,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if several and context.invoked_subcommand not in (None, "uptrain", "eval"):
+    if console.process_count() > 1 and context.invoked_subcommand not in (None, "uptrain", "eval"):
         raise UsageError(
             f"`headfold {context.invoked_subcommand}` runs on one process, and this is one of several.",
             "Only uptrain and eval go under accelerate launch; call this one as it is.",

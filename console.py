@@ -27,6 +27,11 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def process_count() -> int:
+    """Count the processes of this run, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def info(message: str) -> None:
     """Print one line of progress in words."""
     if is_main_process():

@@ -42,10 +42,13 @@ class Document:
     text: str
     target: str | None = None
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Everything that a hash of the text must cover."""
-        return (self.name, self.text) if self.target is None else (self.name, self.text, self.target)
+    def add_to(self, digest: hashlib._Hash) -> None:
+        """Add name and texts to a hash."""
+        for part in (self.name, self.text, *([] if self.target is None else [self.target])):
+            # lone surrogates occur in real text and must not stop the hash
+            encoded = part.encode("utf-8", "surrogatepass")
+            # the length in front tells "ab" + "c" from "a" + "bc"
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,7 @@ class Corpus:
         """Hash of names and texts, in order. Reads the corpus once."""
         digest = hashlib.sha256()
         for document in self:
-            for part in document.parts:
-                encoded = part.encode("utf-8", "surrogatepass")
-                digest.update(len(encoded).to_bytes(8, "little") + encoded)
+            document.add_to(digest)
         return digest.hexdigest()
 
     def describe(self) -> dict[str, str]:

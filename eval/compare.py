@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
-from ..console import info
+from ..console import info, process_count
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
 from .measurements import ModelMeasurements, ModelPair, model_result
 from .measures.intervals import LEVEL, RESAMPLES, SEED
@@ -26,16 +26,14 @@ from .results import (
     KIND,
     SCHEMA,
     Comparison,
-    DecodeProtocol,
     DocumentSize,
     IntervalProtocol,
     MeasurementProtocol,
-    RetrievalProtocol,
     TargetProtocol,
 )
 from .runner import Runner
 from .scoring.limits import choose_device, device_name
-from .scoring.processes import join_processes, process_count
+from .scoring.processes import join_processes
 from .scoring.resume import SavedMeasurements
 from .scoring.source_cache import SourceCache
 from .scoring.windows import TokenText, make_windows
@@ -205,8 +203,8 @@ def _protocol_of(
         processes=process_count(),
         attention=runner.attention,
         vocab=vocab,
-        decode=DecodeProtocol(**asdict(protocol.decode)),
-        needle=RetrievalProtocol(**asdict(protocol.needle)),
+        decode=protocol.decode,
+        needle=protocol.needle,
         targets=_target_protocol(protocol, settings),
         source_from_cache=runner.source_from_cache,
         text_sha256=text.text_sha256,

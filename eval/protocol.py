@@ -13,9 +13,9 @@ from ..console import parse_bytes, warn
 from ..corpus import Document
 from ..errors import UsageError
 from ..spans import MEAN_SPAN, NOISE_DENSITY
-from .measures.kv_cache import DecodeSettings
-from .measures.retrieval import NeedleSettings, default_lengths, drop_long_texts
+from .measures.retrieval import default_lengths, drop_long_texts
 from .models import ComparedModel, shared_vocab
+from .results import DecodeSettings, NeedleSettings
 from .scoring.limits import choose_dtype, choose_window, has_learned_positions, position_limit
 from .scoring.targets import TargetSettings, target_text
 from .scoring.windows import TokenText, default_stride, tokenize_text
@@ -77,7 +77,7 @@ def fit_protocol(settings: EvalSettings, models: Sequence[ComparedModel], device
     """Fit the settings to the models, the source first.
 
     Raises:
-        UsageError: a window that runs beyond a model's table of positions, an unknown dtype, or an invalid memory size.
+        UsageError: a window that runs beyond a model's table of positions, or an invalid memory size.
     """
     source = models[0]
     limit = _shortest_limit(models)
@@ -119,11 +119,6 @@ def _window(settings: EvalSettings, source: ComparedModel, limit: int | None) ->
 
 def _targets(settings: EvalSettings, source: ComparedModel, window: int) -> TargetSettings | None:
     column, spans = settings.target_column is not None, (settings.noise_density, settings.mean_span)
-    if source.is_encoder_decoder and column and spans != (NOISE_DENSITY, MEAN_SPAN):
-        raise UsageError(
-            "--noise-density and --mean-span would change nothing: with a target column no spans are cut out.",
-            "Leave them out, or leave --target-column out.",
-        )
     if source.is_encoder_decoder:
         return TargetSettings(window, column, *spans)
     if column or spans != (NOISE_DENSITY, MEAN_SPAN):

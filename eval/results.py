@@ -255,21 +255,42 @@ class IntervalProtocol(ResultRecord):
     seed: int
 
 
-class DecodeProtocol(ResultRecord):
-    """How decoding was timed, see :class:`headfold.eval.measures.kv_cache.DecodeSettings`."""
+@dataclass(frozen=True)
+class DecodeSettings:
+    """Settings of the timing, which covers every pair of a context and a batch.
 
-    contexts: list[int]
-    batches: list[int]
-    new_tokens: int
-    repeats: int
+    Attributes:
+        contexts: prompt tokens (for an encoder-decoder, tokens that its encoder reads).
+        batches: sequences decoded side by side.
+        new_tokens: tokens decoded after the first.
+        repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them. 0 measures
+            nothing.
+    """
+
+    contexts: tuple[int, ...] = (64, 256)
+    batches: tuple[int, ...] = (1, 8)
+    new_tokens: int = 32
+    repeats: int = 3
+
+    def points(self) -> list[tuple[int, int]]:
+        """List the pairs of context and batch, the most demanding one last."""
+        grid = [(context, batch) for context in sorted(self.contexts) for batch in sorted(self.batches)]
+        return grid if self.repeats else []
 
 
-class RetrievalProtocol(ResultRecord):
-    """Passages that were hidden, see :class:`headfold.eval.measures.retrieval.NeedleSettings`."""
+@dataclass(frozen=True)
+class NeedleSettings:
+    """Settings of the hidden passages.
 
-    passages: int
-    lengths: list[int]
-    depths: list[float]
+    Attributes:
+        passages: needles for each length, each hidden at every depth.
+        lengths: tokens of the whole sequence.
+        depths: 0 is the beginning of the text, 1 right before the repetition.
+    """
+
+    passages: int = 8
+    lengths: tuple[int, ...] = (128, 512)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class TargetProtocol(ResultRecord):
@@ -307,8 +328,8 @@ class MeasurementProtocol(ResultRecord):
     processes: int
     attention: str
     vocab: int
-    decode: DecodeProtocol
-    needle: RetrievalProtocol
+    decode: DecodeSettings
+    needle: NeedleSettings
     targets: TargetProtocol | None = None
     source_from_cache: bool
     text_sha256: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def _mark_complete(save: Path, progress: Progress, settings: UptrainSettings, id
         sizes[file.relative_to(save).as_posix()] = file.stat().st_size
     content: dict[str, Any] = {
         "step": progress.step,
-        "positions": [position.to_json() for position in progress.positions],
+        "positions": [asdict(position) for position in progress.positions],
         "losses": progress.losses,
         "adjusted": progress.adjusted,
         "settings": settings.model_dump(mode="json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +77,4 @@ def _longest(free: float, cache: CacheSize) -> int | None:
     if cache.total(_ENDLESS) <= free:
         return None
     # bisection, since windows that fill up at different lengths leave no formula to invert
-    low, high = 0, _ENDLESS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if cache.total(middle) <= free else (low, middle - 1)
-    return low
+    return bisect_right(range(_ENDLESS), free, key=cache.total) - 1

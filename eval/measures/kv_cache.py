@@ -15,34 +15,12 @@ from torch import Tensor
 from ...checkpoint.backbone import decoder_inputs, is_encoder_decoder
 from ...console import progress
 from ...errors import UnsupportedError
+from ..results import DecodeSettings
 from ..scoring.perplexity import evaluation_mode
 from .capacity import CacheSize, peak_bytes
 
 _SHORT, _LONG = 4, 12
 """Two lengths below any sliding window. Their difference leaves out state of fixed size."""
-
-
-@dataclass(frozen=True)
-class DecodeSettings:
-    """Settings of the timing, which covers every pair of a context and a batch.
-
-    Attributes:
-        contexts: prompt tokens (for an encoder-decoder, tokens that its encoder reads).
-        batches: sequences decoded side by side.
-        new_tokens: tokens decoded after the first.
-        repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them. 0 measures
-            nothing.
-    """
-
-    contexts: tuple[int, ...] = (64, 256)
-    batches: tuple[int, ...] = (1, 8)
-    new_tokens: int = 32
-    repeats: int = 3
-
-    def points(self) -> list[tuple[int, int]]:
-        """List the pairs of context and batch, the most demanding one last."""
-        grid = [(context, batch) for context in sorted(self.contexts) for batch in sorted(self.batches)]
-        return grid if self.repeats else []
 
 
 @dataclass(frozen=True)
@@ -127,11 +105,7 @@ def _window(layer: Any) -> int | None:
 
 
 def _layer_bytes(layer: Any) -> int:
-    return _bytes(layer.keys) + _bytes(layer.values)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(layer.keys.nbytes + layer.values.nbytes)
 
 
 def _cache_layers(cache: Any) -> list[Any]:
@@ -202,7 +176,7 @@ def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[li
 def _weight_bytes(model: Any) -> int:
     """Count parameters and buffers in memory. Tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
-    return sum({tensor.data_ptr(): _bytes(tensor) for tensor in tensors}.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple[float, float]:

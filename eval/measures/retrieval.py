@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...console import progress, warn
+from ..results import NeedleSettings
 from ..scoring.batches import WindowBatch
 from ..scoring.logits import SlicedLogits
 from ..scoring.perplexity import evaluation_mode
@@ -28,25 +29,9 @@ from .intervals import Array
 CUE, ANSWER = 16, 16
 """Tokens of the repetition that the model reads, and tokens after them that are scored."""
 NEEDLE = CUE + ANSWER
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SEED = 0
 _MOST_TOKENS = 2048
 """Longest text by default. Longer ones take minutes per model, so the user must name them."""
-
-
-@dataclass(frozen=True)
-class NeedleSettings:
-    """Settings of the hidden passages.
-
-    Attributes:
-        passages: needles for each length, each hidden at every depth.
-        lengths: tokens of the whole sequence.
-        depths: 0 is the beginning of the text, 1 right before the repetition.
-    """
-
-    passages: int = 8
-    lengths: tuple[int, ...] = (128, 512)
-    depths: tuple[float, ...] = DEPTHS
 
 
 @dataclass(frozen=True)

@@ -9,35 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..results import ModelResult
+from .page import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# matplotlib draws with these stand-in colours; svg_of replaces them by variables of the page's style sheet.
-_VARIABLES = {
-    "#010101": "--ink",
-    "#020202": "--muted",
-    "#030303": "--line",
-    "#040404": "--source",
-    "#050505": "--converted",
-    "#060606": "--uptrained",
-    "#070707": "--other",
-}
-_ON_WHITE = {
-    "#010101": "#1a2027",
-    "#020202": "#59636e",
-    "#030303": "#dde2e7",
-    "#040404": "#59636e",
-    "#050505": "#b4500b",
-    "#060606": "#0a63b0",
-    "#070707": "#7a3fa0",
-}
-"""Colours of a picture, which has no style sheet."""
-INK, MUTED, LINE = "#010101", "#020202", "#030303"
-SERIES = ("#050505", "#060606", "#070707", "#040404")
+# matplotlib knows no CSS variables, so it draws with a stand-in for each colour, which svg_of replaces by the variable.
+# The stand-ins are all but black, and a real colour never is.
+_STAND_INS = {name: f"#{number:02}{number:02}{number:02}" for number, name in enumerate(PALETTE, start=1)}
+INK, MUTED, LINE = (_STAND_INS[name] for name in ("ink", "muted", "line"))
+SERIES = tuple(_STAND_INS[name] for name in ("converted", "uptrained", "other", "source"))
 """Colours of curves that do not belong to a model."""
-_ROLE = {"source": "#040404", "converted": "#050505", "uptrained": "#060606", "other": "#070707"}
 _MARKERS = {"source": "s", "converted": "o", "uptrained": "D", "other": "^"}
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 DASHED = (0, (4, 3))
@@ -68,7 +51,7 @@ def styles(models: Sequence[ModelResult]) -> list[dict[str, Any]]:
         dash = _DASHES[seen.get(role, 0) % len(_DASHES)]
         seen[role] = seen.get(role, 0) + 1
         found.append(
-            {"color": _ROLE[role], "marker": _MARKERS[role], "linestyle": dash, "linewidth": 2, "markersize": 5}
+            {"color": _STAND_INS[role], "marker": _MARKERS[role], "linestyle": dash, "linewidth": 2, "markersize": 5}
         )
     return found
 
@@ -165,8 +148,8 @@ def svg_of(figure: Figure, name: str) -> str:
     text = re.sub(r'href="#', f'href="#{name}-', text)
     text = re.sub(r"url\(#", f"url(#{name}-", text)
     text = re.sub(r"font: ((?:\d+ )?)([\d.]+px)[^;\"]*", r"font: \1\2 var(--sans)", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
+    for name_of_colour, stand_in in _STAND_INS.items():
+        text = text.replace(stand_in, f"var(--{name_of_colour})")
     return text
 
 
@@ -174,11 +157,12 @@ def png_of(figure: Figure) -> bytes:
     """Turn the figure into a picture for slides and documents, in the light colours of the page."""
     from matplotlib.colors import to_hex
 
+    on_white = {stand_in: PALETTE[name][0] for name, stand_in in _STAND_INS.items()}
     figure.patch.set(alpha=1, facecolor="white")
     for artist in figure.findobj():
         for kind in ("color", "edgecolor", "markeredgecolor", "markerfacecolor"):
             found = getattr(artist, f"get_{kind}", lambda: None)()
-            shown = _ON_WHITE.get(to_hex(found)) if isinstance(found, (str, tuple)) and len(found) > 2 else None
+            shown = on_white.get(to_hex(found)) if isinstance(found, (str, tuple)) and len(found) > 2 else None
             if shown is not None:
                 getattr(artist, f"set_{kind}")(shown)
     buffer = io.BytesIO()

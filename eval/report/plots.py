@@ -187,20 +187,23 @@ def kl_plot(results: Comparison) -> Plot | None:
     )
 
 
-def _largest_batch(results: Comparison) -> int:
-    return max((row.batch for model in results.models for row in model.decode), default=0)
-
-
 def _over_contexts(
-    results: Comparison, quantity: str, draw: Callable[[Any, ModelResult, Sequence[DecodeResult], dict[str, Any]], str]
-) -> tuple[Any, list[str]] | None:
+    results: Comparison,
+    draw: Callable[[Any, ModelResult, Sequence[DecodeResult], dict[str, Any]], str],
+    *,
+    name: str,
+    title: str,
+    caption: str,
+    axis: str,
+    quantity: str,
+) -> Plot | None:
     """Draw a quantity of decoding at the largest batch over the context (None with fewer than two contexts).
 
     Args:
-        quantity: of the vertical axis.
         draw: draws one model on the axes it is given, and describes the curve in words.
+        axis, quantity: name the quantity beside the vertical axis, and in words.
     """
-    batch = _largest_batch(results)
+    batch = max((row.batch for model in results.models for row in model.decode), default=0)
     drawn = [
         (model, rows, style)
         for model, style in _styled(results)
@@ -212,8 +215,8 @@ def _over_contexts(
     alt_text = [draw(axes, *one) for one in drawn]
     plain_ticks(axes, "x", [row.context for row in drawn[0][1]], count)
     axes.set_ylim(bottom=0)
-    name_axes(figure, axes, "tokens in the context", f"{quantity}, batch {batch}")
-    return figure, alt_text
+    name_axes(figure, axes, "tokens in the context", f"{axis}, batch {batch}")
+    return Plot(title, caption, svg_of(figure, name), f"{quantity} at batch {batch}: {'; '.join(alt_text)}.")
 
 
 def speed_plot(results: Comparison) -> Plot | None:
@@ -226,14 +229,14 @@ def speed_plot(results: Comparison) -> Plot | None:
         axes.errorbar(contexts, middle, yerr=bars, capsize=3, label=label_of(model.name), **style)
         return f"{model.name} {number(middle[0])} at {contexts[0]} tokens, {number(middle[-1])} at {contexts[-1]}"
 
-    drawn = _over_contexts(results, "tokens per second", draw)
-    if drawn is None:
-        return None
-    return Plot(
-        "Decoding speed",
-        "Higher is better. Median of the repeats, bars from the smallest to the largest; the models took turns.",
-        svg_of(drawn[0], "speed"),
-        f"Tokens per second at batch {_largest_batch(results)}: {'; '.join(drawn[1])}.",
+    return _over_contexts(
+        results,
+        draw,
+        name="speed",
+        title="Decoding speed",
+        caption="Higher is better. Median of the repeats, bars from smallest to largest; the models took turns.",
+        axis="tokens per second",
+        quantity="Tokens per second",
     )
 
 
@@ -245,14 +248,14 @@ def memory_plot(results: Comparison) -> Plot | None:
         axes.plot([row.context for row in rows], sizes, label=label_of(model.name), **style)
         return f"{model.name} {number(sizes[0])} MiB to {number(sizes[-1])} MiB"
 
-    drawn = _over_contexts(results, "peak MiB", draw)
-    if drawn is None:
-        return None
-    return Plot(
-        "Memory while decoding",
-        "Lower is better. The most that weights, cache and activations take together.",
-        svg_of(drawn[0], "memory"),
-        f"Peak memory at batch {_largest_batch(results)}: {'; '.join(drawn[1])}.",
+    return _over_contexts(
+        results,
+        draw,
+        name="memory",
+        title="Memory while decoding",
+        caption="Lower is better. The most that weights, cache and activations take together.",
+        axis="peak MiB",
+        quantity="Peak memory",
     )
 
 

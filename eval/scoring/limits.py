@@ -12,7 +12,6 @@ from ...console import warn
 from ...errors import UsageError
 from .score_loop import DEFAULT_WINDOW
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _UNLIMITED = 10**9
 """Limits from here on mean none: tokenizers without a limit state 10**30."""
@@ -39,17 +38,14 @@ def choose_dtype(name: str, source_config: Any, device: torch.device) -> torch.d
     """Choose one dtype for all models.
 
     Args:
-        name: ``auto`` takes the dtype of the source's weights, but float32 on a CPU, where half precision is slow.
-
-    Raises:
-        UsageError: an unknown dtype.
+        name: of torch's dtype. ``auto`` takes the dtype of the source's weights, but float32 on a CPU, where half
+            precision is slow.
     """
     if name == "auto":
         stored = getattr(source_config, "dtype", None)
         return stored if isinstance(stored, torch.dtype) and device.type != "cpu" else torch.float32
-    if name not in _DTYPES:
-        raise UsageError(f"Unknown dtype {name!r}.", f"Known: auto, {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def position_limit(config: Any, tokenizer: Any) -> int | None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+
+from ...console import process_count
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _TIMEOUT = timedelta(hours=24)
 """Longest wait of the other processes while the first one times decoding or answers tasks."""
-
-
-def process_count() -> int:
-    """Count the processes of this run, as the launcher says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join_processes(device: str) -> Accelerator | None:

@@ -160,10 +160,7 @@ def target_text(
     skipped, scored, truncated = 0, 0, False
     digest = hashlib.sha256()
     for document in documents:
-        for part in document.parts:
-            # the length in front tells "ab" + "c" from "a" + "bc"
-            encoded = part.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        document.add_to(digest)
         pairs = pairs_of(document)
         taken = _up_to(pairs, None if max_tokens is None else max_tokens - scored)
         if not taken:

@@ -157,10 +157,7 @@ def tokenize_text(
     skipped, left, truncated = 0, max_tokens, False
     digest = hashlib.sha256()
     for document in documents:
-        for part in (document.name, document.text):
-            # lone surrogates occur in real text and must not stop the hash
-            encoded = part.encode("utf-8", "surrogatepass")
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        document.add_to(digest)
         tokens, cut = _tokenize(tokenizer, document, left, bos)
         if tokens is None:
             skipped += 1

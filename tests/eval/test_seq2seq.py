@@ -12,14 +12,13 @@ from headfold.corpus import open_corpus
 from headfold.errors import UnsupportedError, UsageError
 from headfold.eval.compare import compare
 from headfold.eval.measures.kv_cache import (
-    DecodeSettings,
     cache_formula,
     measure_cache,
     measure_cross_cache,
     measure_decoding,
 )
 from headfold.eval.report.write import print_report, rebuild_report
-from headfold.eval.results import TargetProtocol, read_results
+from headfold.eval.results import DecodeSettings, TargetProtocol, read_results
 from headfold.eval.scoring.perplexity import score
 from headfold.eval.scoring.targets import TargetDocument, TargetSettings, target_text
 from headfold.eval.settings import EvalSettings

@@ -73,11 +73,9 @@ class MixturePosition:
     stream: Position | None = None
     read: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "stream": self.stream.to_json() if self.stream else None, "read": self.read}
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> MixturePosition:
+        """Restore a position that was saved as ``dataclasses.asdict`` gives it."""
         return cls(content["drawn"], Position(**content["stream"]), content.get("read", 0))  # older saves do not count
 
 

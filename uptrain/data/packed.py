@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...corpus import Corpus, Document
 from ...errors import DataError
@@ -47,9 +47,6 @@ class Position:
     openings: list[int] = field(default_factory=list)
     chunk: int = 0
     drawn: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class PackedTokens(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from ...console import human_seconds, info
 from ..estimate.budget import Budget
@@ -14,17 +14,21 @@ from ..estimate.model_size import ModelSize
 from .metrics import Metrics, Stopwatch
 
 
-class LoggedStep(Protocol):
-    """The result of a step, as far as it is logged."""
+@dataclass(frozen=True)
+class StepResult:
+    """Means over the target tokens of the step and over all processes.
 
-    @property
-    def loss(self) -> float: ...
-    @property
-    def terms(self) -> dict[str, float]: ...
-    @property
-    def gradient_norm(self) -> float: ...
-    @property
-    def targets(self) -> int: ...
+    Attributes:
+        loss: in nats.
+        terms: of the loss, by the names of :class:`headfold.uptrain.loss.token_losses.LossSums`.
+        gradient_norm: before clipping.
+        targets: number of target tokens.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    gradient_norm: float
+    targets: int
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class ProgressLog:
         self._metrics, self._budget, self._terms, self._utilisation = metrics, budget, terms, utilisation
         self._stopwatch = Stopwatch(budget.steps - step)
         self._tokens_read = tokens_read
-        self._results: list[LoggedStep] = []
+        self._results: list[StepResult] = []
 
-    def add(self, result: LoggedStep) -> None:
+    def add(self, result: StepResult) -> None:
         """Take in the result of a step."""
         self._results.append(result)
 

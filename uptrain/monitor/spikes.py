@@ -20,6 +20,10 @@ class SpikeDetector:
         factor: a loss above this many times the median is a spike if it is also a nat above it: a small divergence may
             well triple while the learning rate rises. 0 detects nothing.
         losses: of the steps before, if a run continues.
+
+    Attributes:
+        losses: in nats, the last ones that were not spikes. The next one is compared with them.
+        spikes: number of spikes in a row, up to the last loss.
     """
 
     WINDOW, MIN_LOSSES, MAX_SPIKES = 50, 20, 3
@@ -28,23 +32,13 @@ class SpikeDetector:
 
     def __init__(self, factor: float, losses: Sequence[float] = ()) -> None:
         self._factor = factor
-        self._calm_losses = list(losses)
-        self._spikes = 0
-
-    @property
-    def losses(self) -> list[float]:
-        """The losses, in nats, that the next one is compared with."""
-        return self._calm_losses
+        self.losses = list(losses)
+        self.spikes = 0
 
     @property
     def calm(self) -> bool:
         """False if the last loss was a spike. Weights of such a moment are not worth a save."""
-        return not self._spikes
-
-    @property
-    def spikes(self) -> int:
-        """Number of spikes in a row, up to the last loss."""
-        return self._spikes
+        return not self.spikes
 
     def check(self, step: int, loss: float) -> None:
         """Compare the loss of a step.
@@ -52,13 +46,14 @@ class SpikeDetector:
         Raises:
             TrainingError: it is the third spike in a row.
         """
-        usual = median(self._calm_losses) if self._factor and len(self._calm_losses) >= self.MIN_LOSSES else None
+        usual = median(self.losses) if self._factor and len(self.losses) >= self.MIN_LOSSES else None
         if usual is None or loss <= max(self._factor * usual, usual + self.RISE_NATS):
-            self._calm_losses = [*self._calm_losses, loss][-self.WINDOW :]
-            self._spikes = 0
+            # a new list, since the old one may be part of a save
+            self.losses = [*self.losses, loss][-self.WINDOW :]
+            self.spikes = 0
             return
-        self._spikes += 1
-        if self._spikes == self.MAX_SPIKES:
+        self.spikes += 1
+        if self.spikes == self.MAX_SPIKES:
             raise TrainingError(
                 f"At step {step} the loss is {loss:.3f}, and it has been over {self._factor:g} times the usual "
                 f"{usual:.3f} for {self.MAX_SPIKES} steps.",

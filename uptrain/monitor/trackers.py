@@ -10,18 +10,8 @@ from typing import Any
 from ...errors import UsageError
 from ..settings import UptrainSettings
 
-_NEEDS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "comet_ml": "comet_ml",
-    "aim": "aim",
-    "clearml": "clearml",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-}
-"""Name of a tracker → the module that it needs."""
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
+"""Trackers that accelerate knows and that take numbers by name. Each has the name of the module that it needs."""
 
 
 def chosen_trackers(wanted: Sequence[str]) -> list[str]:
@@ -37,10 +27,10 @@ def chosen_trackers(wanted: Sequence[str]) -> list[str]:
         if name == "none" or (name == "auto" and find_spec("tensorboard") is None):
             continue
         tracker = "tensorboard" if name == "auto" else name
-        if tracker not in _NEEDS:
-            raise UsageError(f"There is no tracker {tracker!r}.", f"Known are auto, none, {', '.join(_NEEDS)}.")
-        if find_spec(_NEEDS[tracker]) is None:
-            raise UsageError(f"The tracker {tracker} is not installed.", f"pip install {_NEEDS[tracker]}")
+        if tracker not in _TRACKERS:
+            raise UsageError(f"There is no tracker {tracker!r}.", f"Known are auto, none, {', '.join(_TRACKERS)}.")
+        if find_spec(tracker) is None:
+            raise UsageError(f"The tracker {tracker} is not installed.", f"pip install {tracker}")
         chosen.append(tracker)
     return chosen
 

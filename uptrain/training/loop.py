@@ -8,13 +8,13 @@ from ...errors import Interrupted, TrainingError
 from ..data.mixture import Mixture
 from ..monitor.heldout import HeldoutMonitor
 from ..monitor.metrics import Metrics
-from ..monitor.progress import FlopsUtilisation, ProgressLog
+from ..monitor.progress import FlopsUtilisation, ProgressLog, StepResult
 from ..monitor.spikes import SpikeDetector
 from ..processes.devices import StopRequested, on_any_process
 from ..processes.signals import StopSignal
 from ..state import Progress
 from .opening import OpenedRun
-from .step import Stepper, StepResult
+from .step import Stepper
 
 
 class TrainingRun:

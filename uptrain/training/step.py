@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +20,10 @@ from ..data.batches import TrainingBatch
 from ..loss.chunked import LossInputs
 from ..loss.token_losses import LossSums, TrainingLoss
 from ..models.teacher import Teacher
+from ..monitor.progress import StepResult
 from ..processes.devices import StopRequested, on_any_process
 from ..settings import UptrainSettings
 from .optim import set_learning_rate
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Means over the target tokens of the step and over all processes.
-
-    Attributes:
-        loss: in nats.
-        terms: of the loss, by the names of :class:`headfold.uptrain.loss.token_losses.LossSums`.
-        gradient_norm: before clipping.
-        targets: number of target tokens.
-    """
-
-    loss: float
-    terms: dict[str, float]
-    gradient_norm: float
-    targets: int
-
 
 _PATIENCE_SECONDS = 2.0
 """After a signal, a step that ends within this time is finished, and a longer one is given up."""

@@ -5,13 +5,12 @@ import torch
 from eval_models import tiny_llama
 from headfold.errors import UnsupportedError
 from headfold.eval.measures.kv_cache import (
-    DecodeSettings,
     _decode_once,
     cache_formula,
     measure_cache,
     measure_decoding,
 )
-from headfold.eval.results import RepeatSpread
+from headfold.eval.results import DecodeSettings, RepeatSpread
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,13 +9,13 @@ from headfold.eval.measures.retrieval import (
     ANSWER,
     CUE,
     NEEDLE,
-    NeedleSettings,
     default_lengths,
     drop_long_texts,
     hide_passages,
     mean_gains,
     score_retrieval,
 )
+from headfold.eval.results import NeedleSettings
 from headfold.eval.scoring.windows import TokenDocument
 from torch import nn
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from headfold.checkpoint.load import load_language_model, load_tokenizer
 from headfold.corpus import Columns, open_corpus
@@ -19,7 +21,7 @@ def test_sources_fill_the_sequence_and_continue_where_they_were(tiny_t5, text_fi
     assert len({tuple(pair.source) for pair in whole}) == 40
     begun = Mixture(parts, objective)
     first = [next(begun) for _ in range(13)]
-    saved = [MixturePosition.from_json(one.to_json()) for one in begun.positions()]
+    saved = [MixturePosition.from_json(asdict(one)) for one in begun.positions()]
     after = Mixture(parts, objective, saved)
     assert first + [next(after) for _ in range(27)] == whole
     again = Spans(SpanCorruption.of(tokenizer), tokenizer, model, sequence_length=32, seed=8)

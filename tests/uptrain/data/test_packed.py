@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 
 import pytest
 from headfold.corpus import Corpus, Document, Encoder, open_corpus
@@ -94,7 +95,7 @@ def _continues_exactly(corpus, stop, sequence_length):
     expected = take(whole, 60)
     begun = SequenceStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5)
     before = take(begun, stop)
-    saved = Position(**json.loads(json.dumps(begun.position.to_json())))
+    saved = Position(**json.loads(json.dumps(asdict(begun.position))))
     after = take(
         SequenceStream(corpus, Encoder(Numbers(eos=0)), sequence_length=sequence_length, seed=5, position=saved),
         60 - stop,
@@ -162,7 +163,7 @@ def test_a_mixture_continues_without_gap_or_repeat(stop):
     whole = take(Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5)), 60)
     begun = Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5))
     before = take(begun, stop)
-    saved = [MixturePosition.from_json(json.loads(json.dumps(one.to_json()))) for one in begun.positions()]
+    saved = [MixturePosition.from_json(json.loads(json.dumps(asdict(one)))) for one in begun.positions()]
     after = take(
         Mixture(parts, NextToken(Encoder(Numbers(eos=0)), sequence_length=6, seed=5), positions=saved), 60 - stop
     )
