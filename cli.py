@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Turn a multi-head-attention checkpoint into a grouped-query one, uptrain it, and compare the two.",
     no_args_is_help=True,
     add_completion=False,
+    # faults of headfold get the plain traceback, which belongs into an issue
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -37,6 +38,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
+    # every process would do the same work and write the same output
     if console.process_count() > 1 and context.invoked_subcommand not in (None, "uptrain", "eval"):
         raise UsageError(
             f"`headfold {context.invoked_subcommand}` runs on one process, and this is one of several.",
@@ -76,9 +78,11 @@ def main(arguments: list[str] | None = None) -> None:
     except HeadfoldError as problem:
         console.error(problem.message, problem.hint)
         sys.exit(problem.exit_code)
+    # a full disk or a file without permission: the words of the system say it best
     except OSError as problem:
         console.error(f"{problem.filename or 'A file'} cannot be used: {problem.strerror or problem}.")
         sys.exit(1)
     except KeyboardInterrupt:
         console.error("Interrupted.")
+        # 128 + SIGINT, as shells report it
         sys.exit(130)

@@ -128,6 +128,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
         raise UsageError(f"There is no text file at {name}.", "Check the path.")
     else:
         corpus = _open_dataset(name, split or default_split, columns)
+    # stops at the first document with text
     if not any(document.text.strip() for document in corpus):
         raise DataError(
             f"The corpus {spec} holds no text.", "Give --data a file or data set with at least one document."
@@ -205,6 +206,7 @@ def _stdlib_split(module: str) -> str:
 def _open_files(path: Path, columns: Columns) -> Corpus:
     files = [path]
     if path.is_dir():
+        # sorted, because the order of a folder differs between file systems
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXT_SUFFIXES and file.is_file())
         if not files:
             raise DataError(
@@ -266,6 +268,7 @@ def _read_parquet(file: Path, columns: Columns) -> Iterator[Document]:
     except pyarrow.ArrowException as problem:
         raise DataError(f"{file} is not a readable parquet file: {problem}.") from problem
     number = 0
+    # in small batches, since a row group may not fit into memory
     for batch in table.iter_batches(batch_size=1024):
         for record in batch.to_pylist():
             yield _document(f"{file.name}#{number}", record, columns, f"row {number} of {file}")
@@ -299,6 +302,7 @@ def _field(record: Any, column: str, where: str) -> str:
 
 def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
     """Stream a ``datasets`` id; ``heldout`` means its validation split."""
+    # imported here: it takes seconds, and only this kind of corpus needs it
     import datasets
 
     path, _, revision = name.partition("@")

@@ -48,11 +48,13 @@ def with_settings(command_name: str, *, required: tuple[str, ...] = ()) -> Calla
     """
 
     def decorate(command: _Command) -> _Command:
+        # eval_str: postponed annotations are strings until then
         signature = inspect.signature(command, eval_str=True)
         model = signature.parameters["settings"].annotation
         options = list(_options(model, required))
         others = [one for name, one in signature.parameters.items() if name != "settings"]
         context = inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        # keyword-only parameters may have their defaults in any order
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *others)]
 
         @functools.wraps(command)
@@ -70,6 +72,7 @@ def with_settings(command_name: str, *, required: tuple[str, ...] = ()) -> Calla
                 given[name] = None
             return command(settings=validated(model, given, command_name), **values)
 
+        # typer reads options from the signature, and their types from the annotations
         run.__signature__ = signature.replace(parameters=[context, *parameters])  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in [context, *parameters]}
         return run  # type: ignore[return-value]
@@ -80,6 +83,7 @@ def with_settings(command_name: str, *, required: tuple[str, ...] = ()) -> Calla
 def _was_given(context: Any, name: str) -> bool:
     """Whether an option stands on the command line, if only at its default."""
     source = context.get_parameter_source(name)
+    # by its name: typer has a copy of click inside and does not export this enumeration
     return source is not None and source.name != "DEFAULT"
 
 
@@ -112,6 +116,7 @@ def _by_panel(model: type[Settings]) -> list[tuple[str, str]]:
     for name, field in model.model_fields.items():
         panel = next((mark.title for mark in _marks_of(field) if isinstance(mark, Panel)), panel)
         found.append((name, panel))
+    # the rare options come last, wherever their fields are declared
     order = {title: place for place, title in enumerate((*model.PANELS, RARE))}
     return sorted(found, key=lambda one: order[one[1]])
 
@@ -129,6 +134,7 @@ def _kind_and_flags(name: str, field: FieldInfo) -> tuple[Any, tuple[str, ...]]:
     flags = next((mark.names for mark in found if isinstance(mark, Flags)), (plain,))
     kind, optional = _without_none(field.annotation)
     if kind is bool:
+        # without a default there are three states: yes, no, and not given
         return (bool | None, (f"{plain}/--no-{plain[2:]}",)) if optional else (bool, flags)
     if any(isinstance(mark, (Separated, ReadByModel)) for mark in found):
         return str | None if optional else str, flags
@@ -211,6 +217,7 @@ def as_options(settings: Settings, *, always: tuple[str, ...] = ()) -> list[str]
         value, option = getattr(settings, name), option_name(name)
         if name not in always and value == field.get_default(call_default_factory=True):
             continue
+        # the default was left out above, so switching off must be said
         if value is None or value is False:
             words.append(f"--no-{name.replace('_', '-')}")
         elif value is True:
@@ -237,6 +244,7 @@ def share(text: str) -> float:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError as problem:
         raise UsageError(f"{text!r} is not a share.", "Write it as 2% or 0.02.") from problem
+    # a bare 2 is more likely 2 % than 200 %, so it is refused
     if not math.isfinite(value) or value < 0 or (value >= 1 and not text.endswith("%")):
         raise UsageError(f"{text!r} is not a share.", "Write it as 2% or 0.02.")
     return value

@@ -18,6 +18,7 @@ RARE = "Rarely needed"
 """Last group of options in ``--help``."""
 
 
+# Passed as the context of pydantic, which reaches the validators and no field.
 _RESTORED = "restored from a dump"
 
 
@@ -76,6 +77,7 @@ class Settings(BaseModel):
         pydantic.ValidationError: an unknown field, or a value that does not fit (see :func:`validated`).
     """
 
+    # frozen, since settings become part of records and identities
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     PANELS: ClassVar[tuple[str, ...]] = ()
@@ -132,8 +134,10 @@ def validated(model: type[Settings], values: dict[str, Any], command: str) -> An
     try:
         return model(**values)
     except ValidationError as problem:
+        # one fault at a time reads better than a list, and the next call shows the next one
         fault = problem.errors()[0]
         option = option_name(str(fault["loc"][0])) if fault["loc"] else command
+        # pydantic puts this in front of the words of our own validators
         message = fault["msg"].removeprefix("Value error, ")
         raise UsageError(f"{option} {fault['input']}: {message}.", f"See `headfold {command} --help`.") from problem
 
@@ -160,6 +164,7 @@ def _split(value: Any) -> Any:
 def _split_numbers(value: Any) -> Any:
     """Read ``8,4,2`` as the command line gives it."""
     parts = _split(value)
+    # a minus passes here, because the range check of the field explains it better
     if isinstance(value, str) and not (parts and all(part.lstrip("-").isdigit() for part in parts)):
         raise ValueError(f"{value!r} is not a list of numbers, such as 8,4,2")
     return parts

@@ -70,6 +70,7 @@ class SpanCorruption:
         Raises:
             UsageError: ``sequence_length`` is too small for a span, or needs more sentinels than there are.
         """
+        # searched, since rounding leaves no formula to invert
         tokens = max(2, sequence_length // 2)
         while self.lengths(tokens + 1)[0] <= sequence_length:
             tokens += 1
@@ -131,5 +132,6 @@ class SpanCorruption:
 
 def _divide(tokens: int, parts: int, draw: random.Random) -> list[int]:
     """Divide ``tokens`` tokens into ``parts`` parts, none of them empty, and return their lengths."""
+    # distinct borders, so that no part is empty
     borders = sorted(draw.sample(range(1, tokens), parts - 1))
     return [end - begin for begin, end in zip([0, *borders], [*borders, tokens], strict=True)]

@@ -33,12 +33,14 @@ def evaluate(
     Writes results.json, report.md and one self-contained report.html. Repeat the same command to continue a
     comparison that was stopped. On several processes: `accelerate launch --num_processes 8 -m headfold eval …`.
     """
+    # imports torch, for which --help must not wait
     from .compare import compare
     from .report.write import print_report
 
     results = compare(
         source, others or [], out=out, settings=settings, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
+    # every process has the results, and one of them prints
     if console.is_main_process():
         print_report(results)
         if card:
@@ -74,6 +76,7 @@ def report(
     print_report(found)
     if out is not None:
         console.result(out / "report.html")
+    # last, so that a build that fails still has its report
     loss = final_loss(found)
     if limit is not None and loss > limit:
         raise HeadfoldError(f"The perplexity is worse than the source's by {loss:.2%}, more than {limit:.2%}.")

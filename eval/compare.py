@@ -40,6 +40,7 @@ from .scoring.windows import TokenText, make_windows
 from .settings import EvalSettings
 from .vs_source import against_source
 
+# Numbers may differ between versions of these.
 _PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
 _SAVED_FORMAT = 2
 """Goes up when saved measurements change their form, so that older ones are measured again."""
@@ -75,11 +76,13 @@ def compare(
         DataError: no text to score.
     """
     settings, out = settings or EvalSettings(), Path(out)
+    # cheap refusals come first, since loading and scoring may take hours
     refuse_occupied(out, overwrite)
     models = open_models(str(source), [str(other) for other in others], trust_remote_code)
     for model in models:
         refuse_overlap(model.folder, out)
     tasks = _task_settings(settings, models[0])
+    # an unknown task is refused now and not after the models were scored
     known_tasks = find_tasks(tasks) if tasks.tasks else None
     corpus = open_corpus(settings.data, HELDOUT, settings.columns)
     refuse_idle_column([corpus], settings.columns)
@@ -107,8 +110,10 @@ def _publish(results: Comparison, runner: Runner, out: Path, overwrite: bool) ->
     if accelerator is None or accelerator.is_main_process:
         with publishing(out, overwrite=overwrite) as folder:
             write_report(results, folder)
+        # until the report is whole, the measurements are all there is
         runner.saved.clear()
     if accelerator is not None:
+        # no process returns before the report is there
         accelerator.wait_for_everyone()
 
 
@@ -138,6 +143,7 @@ class _Identity:
         }
         digests = [model.checkpoint.digest() for model in models]
         return cls(
+            # decoding settings and batch size have no effect on scores, so the cache serves any of them
             {**scores, "source": digests[0]},
             {**scores, "decode": asdict(protocol.decode), "batch": protocol.batch_size, "digests": digests},
         )

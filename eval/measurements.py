@@ -70,6 +70,7 @@ def measure_alone(
         loaded: the model with its weights.
         tasks: settings of the tasks, and the result of :func:`.measures.tasks.find_tasks`.
     """
+    # vocab: models whose vocabularies are padded differently must rank among the same ids
     retrieval = score_retrieval(loaded, passages, batch_size=protocol.batch_size, vocab=protocol.vocab)
     answers = []
     if tasks is not None:
@@ -121,6 +122,7 @@ def pool_source_runs(runs: Sequence[ModelMeasurements]) -> ModelMeasurements:
     by_point = zip(*(run.decode for run in runs), strict=True)
     decode = [
         replace(
+            # memory is equal in all runs, so only the seconds are pooled
             times[0],
             first_token_seconds=[second for time in times for second in time.first_token_seconds],
             decode_seconds=[second for time in times for second in time.decode_seconds],
@@ -142,7 +144,9 @@ def model_result(measured: ModelMeasurements) -> ModelResult:
         model_type=model.config.model_type,
         parameters=own.parameters,
         weight_bytes=model.checkpoint.weight_bytes,
+        # some families call it something else, and the report then shows "?"
         query_heads=getattr(model.config.get_text_config(), "num_attention_heads", None),
+        # layers may have different numbers of heads
         kv_heads=sorted(set(own.cache.kv_heads)),
         perplexity=ratio_estimate(nats, tokens).map(exponential).reported(),
         bits_per_byte=_bits_per_byte(nats, float_array(part.utf8_bytes for part in parts)),
@@ -196,5 +200,6 @@ def _task_result(answers: TaskAnswers) -> TaskResult:
         higher_is_better=answers.higher_is_better,
         questions=len(values),
         mean=mean_estimate(values).reported(),
+        # ddof=1: the mean comes from the same questions
         standard_error=float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None,
     )

@@ -71,6 +71,7 @@ def open_models(source: str, others: Sequence[str], trust_remote_code: bool) -> 
     for name, spec, checkpoint in zip(names, specs, checkpoints, strict=True):
         config = _read_config(checkpoint, trust_remote_code)
         vocab = int(config.get_text_config().vocab_size)
+        # the first is the source by its place, whatever its record says
         role = _role(checkpoint.folder) if models else SOURCE
         models.append(ComparedModel(name, role, spec, checkpoint, config, vocab, trust_remote_code))
         if models[-1].is_encoder_decoder != models[0].is_encoder_decoder:
@@ -134,6 +135,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
             )
     highest = max(document.highest for document in text.documents)
     for model in models:
+        # on a GPU such an id would end the process with an unreadable message
         if highest >= model.vocab:
             raise DataError(
                 f"The text holds token id {highest}, but {model.name} has {model.vocab} embeddings.",

@@ -21,6 +21,7 @@ from .scoring.targets import TargetSettings, target_text
 from .scoring.windows import TokenText, default_stride, tokenize_text
 from .settings import EvalSettings
 
+# Longer prompts would take minutes on a CPU.
 _CPU_CONTEXTS, _CONTEXTS = (64, 256), (256, 1024, 4096)
 _WITHOUT_ENCODER = ("stride", "bos", "memory", "needles", "needle_lengths", "tasks", "shots", "task_limit")
 """Settings that have no effect on encoder-decoders."""
@@ -106,6 +107,7 @@ def fit_protocol(settings: EvalSettings, models: Sequence[ComparedModel], device
 
 
 def _shortest_limit(models: Sequence[ComparedModel]) -> int | None:
+    # one stands for all, since models with other tokenizers are refused
     tokenizer = models[0].tokenizer()
     stated = [position_limit(model.config, tokenizer) for model in models]
     return min((found for found in stated if found is not None), default=None)
@@ -133,6 +135,7 @@ def _warn_of_unused(settings: EvalSettings) -> None:
     """Name the changed settings that have no effect on encoder-decoders."""
     fields = EvalSettings.model_fields
     changed = [name for name in _WITHOUT_ENCODER if getattr(settings, name) != fields[name].default]
+    # 0 switches retrieval off, as happens here anyway
     unused = [name for name in changed if (name, getattr(settings, name)) != ("needles", 0)]
     if unused:
         options = ", ".join("--" + name.replace("_", "-") for name in unused)
@@ -153,6 +156,7 @@ def _needle_settings(settings: EvalSettings, limit: int | None) -> NeedleSetting
 def _decode_settings(settings: EvalSettings, limit: int | None, device: torch.device) -> DecodeSettings:
     """Shorten prompts so that the new tokens fit within the limit. Prompts that become equal are timed once."""
     default = _CPU_CONTEXTS if device.type == "cpu" else _CONTEXTS
+    # at least half of the limit is for the prompt
     new_tokens = settings.new_tokens if limit is None else max(1, min(settings.new_tokens, limit // 2))
     longest = None if limit is None else limit - new_tokens
     wanted = settings.contexts or default

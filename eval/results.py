@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import DataError, UsageError
 
+# The kind tells results from other JSON files, and the schema tells versions of headfold apart.
 SCHEMA, KIND = 2, "headfold.eval"
 RESULTS_NAME = "results.json"
 SOURCE: Final = "source"
@@ -32,6 +33,7 @@ _ANOTHER_FOLDER = "Name a folder that headfold eval wrote."
 class ResultRecord(BaseModel):
     """A part of results.json. Infinite and undefined numbers are refused, since JSON has none."""
 
+    # populate_by_name, since an alias such as "from" is a keyword of Python
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
@@ -59,6 +61,7 @@ class RepeatSpread(ResultRecord):
     @classmethod
     def of(cls, values: Sequence[float]) -> RepeatSpread:
         """Summarise the timings of all repeats."""
+        # the median, since one slow moment of the machine must not move the number
         return cls(median=statistics.median(values), min=min(values), max=max(values))
 
 

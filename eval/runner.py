@@ -79,8 +79,10 @@ class Runner:
         return pool_source_runs(runs), pairs
 
     def _find_cached(self) -> CachedSource | None:
+        # the source alone is always measured: the cache would leave nothing to do
         if self.cache is None or len(self.models) < 2:
             return None
+        # read by the first process, since the folder may not exist on other hosts
         found: CachedSource | None = self.saved.broadcast(
             self.cache.find(self.text.documents) if self._first() else None
         )
@@ -92,6 +94,7 @@ class Runner:
         groups: list[list[int]] = [[]]
         taken = self._loaded_bytes(self.models[0])
         for place, model in enumerate(self.models[1:], 1):
+            # a group has at least one model: the estimate is rough, so none is refused for it
             if groups[-1] and taken + self._loaded_bytes(model) > free:
                 groups.append([])
                 taken = self._loaded_bytes(self.models[0])
@@ -108,7 +111,9 @@ class Runner:
         return int(psutil.virtual_memory().available)
 
     def _free(self) -> None:
+        # models hold reference cycles, so their memory is free only after a collection
         gc.collect()
+        # the allocator would keep the freed blocks, and the next group would find too little memory
         if self.protocol.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
 
@@ -133,6 +138,7 @@ class Runner:
         times = self._time(number, [model for _, model in both])
         alone = [self._measure_alone(model, weights) for model, weights in both]
         if cached is not None:
+            # no cached timings: a speed is comparable only if the models took turns
             alone, times = [cached.alone, *alone], [[], *times]
         run = self._measurements(source, alone[0], known.scores, times[0])
         if cached is None and self.cache is not None and self._first():
@@ -181,6 +187,7 @@ class Runner:
     def _measurements(
         self, model: ComparedModel, alone: dict[str, Any], scores: Scores, decode: list[DecodeTimes]
     ) -> ModelMeasurements:
+        # one token is enough to make every mean of the model undefined
         if not math.isfinite(scores.total().nll_nats):
             raise CheckpointError(
                 f"{model.name} gives logits that are not finite numbers on this text.",

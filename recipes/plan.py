@@ -27,9 +27,11 @@ def _rows_of_config(recipe: Recipe, problem: HeadfoldError) -> list[tuple[str, s
     try:
         found = inspect_checkpoint(recipe.checkpoint)
     except HeadfoldError:
+        # a recipe can be looked at before its checkpoint is downloaded
         info(f"{recipe.checkpoint} is not at hand, so its tensors are not listed: {problem.message}")
         return [("KV heads", "", str(wanted.groups)), ("method", "", wanted.resolved_method)]
     sizes = {row.groups: row.bytes_per_token for row in found.cache}
+    # the first refusal says why this number of groups is impossible
     if wanted.groups not in sizes:
         raise problem
     return [

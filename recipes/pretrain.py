@@ -26,6 +26,7 @@ SETTINGS = UptrainSettings(
     sequence_length=_CONTEXT,
     batch=8,
     micro_batch=8,
+    # high, because the model is small
     learning_rate=2e-3,
     final_learning_rate=0.02,
     warmup=0.03,
@@ -50,6 +51,7 @@ def write_blank(folder: Path, corpus: Corpus) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,
         special_tokens=[_SEPARATOR],
+        # all 256 bytes, so that any text can be written
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -58,6 +60,7 @@ def write_blank(folder: Path, corpus: Corpus) -> None:
         tokenizer_object=bpe, eos_token=_SEPARATOR, bos_token=_SEPARATOR, model_max_length=_CONTEXT
     ).save_pretrained(folder)
     LlamaConfig(
+        # no model exists yet that could name its class
         architectures=["LlamaForCausalLM"],
         vocab_size=_VOCABULARY,
         hidden_size=256,
@@ -68,8 +71,10 @@ def write_blank(folder: Path, corpus: Corpus) -> None:
         head_dim=32,
         max_position_embeddings=_CONTEXT,
         tie_word_embeddings=True,
+        # one token separates documents: the end of one and the beginning of the next
         bos_token_id=0,
         eos_token_id=0,
+        # the dtype of the result; training keeps float32 weights
         dtype="bfloat16",
     ).save_pretrained(folder)
     GenerationConfig(bos_token_id=0, eos_token_id=0).save_pretrained(folder)

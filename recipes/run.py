@@ -44,6 +44,7 @@ def run_recipe(recipe: Recipe, folder: str | Path, launch_config: Path | None = 
     folder = Path(folder)
     plan = plan_conversion(recipe.checkpoint, recipe.convert)  # refuses the impossible before the folder is claimed
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
+    # text of the later steps is checked now and not after hours of training
     refuse_absent_text(recipe)
     _claim(recipe, folder)
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
@@ -57,6 +58,7 @@ def run_recipe(recipe: Recipe, folder: str | Path, launch_config: Path | None = 
         else:
             launch(
                 launch_config,
+                # the command requires --data even if it is the default
                 ["uptrain", str(converted), "-o", str(uptrained), *as_options(recipe.uptrain, always=("data",))],
             )
     if (report / "results.json").exists():
@@ -79,6 +81,7 @@ def refuse_absent_text(recipe: Recipe) -> None:
     texts += [(uptrain.eval_data, HELDOUT, uptrain.columns)]
     texts += [(name_of(spec), TRAIN, uptrain.columns) for spec in uptrain.corpora]
     for spec, split, columns in texts:
+        # opening a data set of the hub would need the network
         if spec is not None and is_local(spec):
             open_corpus(spec, split, columns)
 

@@ -30,11 +30,13 @@ class Recipe(Settings):
     @classmethod
     def _calibrate_as_it_trains(cls, content: Any) -> Any:
         """Calibrate at the length that the model trains at, unless the recipe says otherwise."""
+        # the message of pydantic for this is clear enough
         if not isinstance(content, dict):
             return content
         convert, uptrain = content.get("convert"), content.get("uptrain")
         if not isinstance(convert, dict) or not isinstance(uptrain, dict) or not convert.get("calibration"):
             return content
+        # this runs before fields are read, so the old name has to be looked up, too
         length = uptrain.get("sequence_length", uptrain.get("block"))
         if length is None or convert.keys() & {"sequence_length", "block"}:
             return content
@@ -55,6 +57,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     file = _find(Path(path))
     try:
+        # safe_load, since a recipe may come from a stranger and must not run code
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise UsageError(f"{file} is not a readable YAML file: {problem}") from problem
@@ -74,6 +77,7 @@ def _find(path: Path) -> Path:
     if path.is_file():
         return path
     shipped = _SHIPPED / f"{path.name}.yaml"
+    # only a bare name means a shipped recipe: a path with a typing error must not find one
     if path.parent == Path() and shipped.is_file():
         return shipped
     names = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
@@ -93,6 +97,7 @@ def _explain(problem: ValidationError) -> str:
             else f"{where} is missing."
         )
     known = list(_section(fault["loc"][:-1]).model_fields)
+    # below the default of 0.6, because keys are short
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
     return f"unknown key {where}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}.")
 

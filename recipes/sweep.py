@@ -54,6 +54,7 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     source = Checkpoint.open(checkpoint)
     # refuse what is impossible before anything is measured
     plans = [plan_conversion(checkpoint, groups=groups) for groups in settings.groups]
+    # held-out by default, because calibration reads the training split
     corpus = open_corpus(settings.data, HELDOUT)
     tokenizer = load_tokenizer(source.folder)
     longest = position_limit(ModelType(source.config).resolved, tokenizer)
@@ -79,6 +80,7 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
             if (method, groups) not in done:
                 wanted = _conversion(settings, method, groups, statistics)
                 rows += _convert_and_measure(checkpoint, method, wanted, documents, settings)
+                # after each row, so that a sweep that is stopped loses one conversion at most
                 write_tradeoff(rows, out, details)
     write_tradeoff(rows, out, details)
     return out / PAGE_NAME
@@ -113,6 +115,7 @@ def _convert_and_measure(
     settings: SweepSettings,
 ) -> list[SweepRow]:
     """Measure one conversion; no row where the method refuses this checkpoint."""
+    # checkpoints are large, so only one exists at a time
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"
         began = time.perf_counter()
@@ -127,6 +130,7 @@ def _convert_and_measure(
 def _measure(
     folder: Path, method: str, documents: Sequence[ScoredDocument], settings: SweepSettings, seconds: float
 ) -> SweepRow:
+    # float32, since rounding to bf16 could hide the difference between two methods
     model = load_language_model(folder, dtype=torch.float32)
     parts = score(model, documents, window=settings.window).per_document()
     nats, tokens = (np.array([getattr(part, name) for part in parts], float) for name in ("nll_nats", "tokens"))

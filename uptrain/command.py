@@ -50,8 +50,10 @@ def uptrain(
     if dry_run:
         _show_cost(checkpoint, settings, launch, measure, _bytes(device_memory), trust_remote_code)
     elif launch is not None:
+        # torch is imported inside commands only, so that --help is fast
         from .processes import launch as launching
 
+        # the words of the user: settings that were not given must not look as if they were
         launching.launch(launching.find_launch(launch), launching.without_launch(sys.argv[1:]))
     else:
         from .run import uptrain_checkpoint

@@ -123,6 +123,7 @@ def _model_sizes(
         return None, student, None, 0
     teacher, teacher_bytes = model_without_weights(place, trust_remote_code=trust_remote_code)
     size = ModelSize.of(teacher, encoder_decoder)
+    # a run also compares the tokens; without a tokenizer only the number is known
     if size.vocabulary != student.vocabulary:
         raise other_vocabulary(place)
     if settings.hidden_weight:
@@ -187,6 +188,7 @@ def measure(
     The first two steps are left out of the time, because memory is claimed and kernels are chosen in them.
     """
     with tempfile.TemporaryDirectory() as name:
+        # ten steps must not appear as a run in a tracker
         quiet = settings.model_copy(update={"tracker": ("none",), "eval_data": None})
         run = prepare_run(open_run(checkpoint, Path(name) / "out", quiet, trust_remote_code=trust_remote_code))
         run.model.train()
@@ -196,8 +198,10 @@ def measure(
             run.next_step()
             seconds.append(time.perf_counter() - began)
             read.append(run.mixture.read - before)
+        # a run of one or two steps has no others
         counted = seconds[2:] or seconds
         step = sum(counted) / len(counted)
+        # an estimate for the launch file, measured on the processes that are here
         shared = layout.processes / run.accelerator.num_processes
     rows = [
         ["seconds per step, measured here", f"{step:.2f}"],

@@ -48,6 +48,7 @@ def uptrain_checkpoint(
         Interrupted: a signal came.
     """
     out = Path(out)
+    # before anything is loaded
     refuse_occupied(out, overwrite)
     opened = open_run(checkpoint, out, settings, from_scratch=from_scratch, trust_remote_code=trust_remote_code)
     run = prepare_run(opened, resume)
@@ -77,6 +78,7 @@ def _publish(run: TrainingRun, out: Path, overwrite: bool) -> None:
             overwrite=overwrite,
             trust_remote_code=opened.trust_remote_code,
         )
+        # only after the result is published
         opened.saves.clear()
     run.accelerator.wait_for_everyone()
 

@@ -68,6 +68,7 @@ class UptrainSettings(RecordSettings):
     distillation_weight: float = Field(1.0, ge=0, le=1, description="share of the KL divergence in the loss")
     train: Literal["all", "attention", "kv"] = Field("all", description="weights to train")
 
+    # No fp16: it would need loss scaling, which the loss in chunks does not do.
     precision: Annotated[Literal["auto", "fp32", "bf16"], Panel("Devices")] = Field(
         "auto", description="precision of the forward pass; weights are kept in float32"
     )
@@ -76,6 +77,7 @@ class UptrainSettings(RecordSettings):
         False, description="save memory: compute activations again in the backward pass"
     )
 
+    # Schedule, weight decay, betas and clipping are as in the pretraining of LLaMA (arXiv 2302.13971, §2.3).
     final_learning_rate: Annotated[float, Panel(RARE)] = Field(
         0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak"
     )

@@ -72,6 +72,7 @@ class TrainingSaves:
     def write(self, accelerator: Accelerator, progress: Progress) -> None:
         """Save model, optimizer, random state and position. Every process must call this."""
         final = self.folder / f"{_PREFIX}{progress.step:08d}"
+        # another name until it is whole, so that a crash leaves no save that looks complete
         temporary = final.with_suffix(".tmp")
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -92,6 +93,7 @@ class TrainingSaves:
                 "Free some space; the same command continues from the save before.",
             ) from problem
         if accelerator.is_main_process:
+            # only now: the older saves are the way back if writing fails
             for old in list(self.complete())[self._settings.save_total_limit :]:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()

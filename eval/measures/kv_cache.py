@@ -95,6 +95,7 @@ def cache_formula(config: Any, element_bytes: int) -> float | None:
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return float(2 * layers * kv_heads * head_dim * element_bytes)
+    # the config of remote code may lack any of these
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -110,6 +111,7 @@ def _layer_bytes(layer: Any) -> int:
 
 def _cache_layers(cache: Any) -> list[Any]:
     """List the layers of the cache with keys and values, each of shape (B, K, T, D)."""
+    # layers of a state-space model have no keys, and do not grow with the context
     found = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
     if not found:
         raise UnsupportedError(
@@ -119,6 +121,7 @@ def _cache_layers(cache: Any) -> list[Any]:
 
 
 def _some_ids(model: Any, length: int, batch: int = 1) -> Tensor:
+    # the same ids for every model; their content has no effect on the time
     generator = torch.Generator().manual_seed(0)
     vocab = model.get_input_embeddings().weight.shape[0]
     return torch.randint(vocab, (batch, length), generator=generator).to(model.device)
@@ -187,6 +190,7 @@ def _decode_once(model: Any, context: int, batch: int, new_tokens: int) -> tuple
         began = next(clock)
         inputs, ids_BT = _prompt(model, prompt_BT)
         logits_BV, cache = _forward(model, ids_BT, None, inputs)
+        # greedy, since sampling would take time of its own
         ids_B1 = logits_BV.argmax(-1, keepdim=True)
         first = next(clock)
         for _ in range(new_tokens):

@@ -71,6 +71,7 @@ def new_figure(height_inches: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    # transparent, so that the colour of the page shows
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
     axes.patch.set_alpha(0)
@@ -97,6 +98,7 @@ def perplexity_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = min(values), max(values)
+    # closer models differ visibly on a linear axis, which is easier to read
     if high > 3 * low:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
         axis.set_major_locator(LogLocator(base=10, subs=_steps(high / low)))
@@ -133,6 +135,7 @@ def svg_of(figure: Figure, name: str) -> str:
     """Turn the figure into an SVG element for the body of a page, which loads nothing and has ids of its own."""
     import matplotlib as mpl
 
+    # text stays text in the font of the page, and equal drawings get equal ids
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10}):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -140,6 +143,7 @@ def svg_of(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\s+xmlns(:xlink)?="[^"]*"', "", text)
+    # without a size of its own, the drawing is as wide as its column
     text = re.sub(r'(<svg\b[^>]*?)\swidth="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg\b[^>]*?)\sheight="[^"]*"', r"\1", text)
     text = text.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1).replace("xlink:href", "href")

@@ -65,6 +65,7 @@ def change(ratio: float | None) -> str:
     """1.031 → '+3.1 %', and from tenfold on a factor: '1,278×'."""
     if ratio is None:
         return "–"
+    # a true minus sign is as wide as the plus
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{100 * (ratio - 1):+,.1f} %".replace("-", "−")
 
 

@@ -40,10 +40,12 @@ def _styled(results: Comparison) -> Iterator[tuple[ModelResult, dict[str, Any]]]
 def perplexity_plot(results: Comparison) -> Plot:
     """Draw the perplexity of each model with its interval."""
     models = results.models
+    # one line of the plot for each model, and room for the axis below
     figure, axes = new_figure(0.62 * len(models) + 0.75)
     bounds: list[float] = []
     for place, (model, style) in enumerate(_styled(results)):
         estimate = model.perplexity
+        # an end that does not exist or is beyond any float sets no bound
         bounds += [bound for bound in (estimate.value, estimate.low, estimate.high) if bound]
         if estimate.value is None:
             continue  # beyond any float
@@ -54,6 +56,7 @@ def perplexity_plot(results: Comparison) -> Plot:
         above: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": INK, "fontweight": "bold"}
         axes.annotate(number(estimate.value), (estimate.value, place), (0, 8), **above)
     axes.set_yticks(range(len(models)), [label_of(model.name, 26) for model in models])
+    # upside down, so that the first model is on top as in the table
     axes.set_ylim(len(models) - 0.5, -0.7)
     axes.grid(axis="x", color=LINE)
     perplexity_scale(axes, "x", bounds)
@@ -71,6 +74,7 @@ def perplexity_plot(results: Comparison) -> Plot:
 
 def recovery_plot(results: Comparison) -> Plot | None:
     """Draw held-out perplexity over uptraining tokens, between the converted models and the source."""
+    # a single point is the start alone and makes no curve
     if not any(len(model.recovery) > 1 for model in results.models):
         return None
     figure, axes = new_figure(3.6)
@@ -106,9 +110,11 @@ def context_plot(results: Comparison) -> Plot | None:
     pairs = [
         (model, style, model.against_source.by_context) for model, style in _styled(results) if model.against_source
     ]
+    # all models were scored with the same windows, so the first stands for all
     if not pairs or len(pairs[0][2]) < 3:
         return None
     figure, axes = new_figure(3.6)
+    # 1 is the line of the source, which must be in view
     alt_text, values = [], [1.0]
     for model, style, bins in pairs:
         ratios = [exponential(min(found.nats - found.source_nats, _MOST_NATS)) for found in bins]
@@ -165,6 +171,7 @@ def kl_plot(results: Comparison) -> Plot | None:
     figure, axes = new_figure(3.6)
     alt_text = []
     for model, style, histogram, percentiles in drawn:
+        # a source from a cache has no logits, so there is no KL to it
         if histogram is None or percentiles is None:
             continue
         shares = [100 * share for share in histogram.shares]
@@ -213,6 +220,7 @@ def _over_contexts(
         return None
     figure, axes = new_figure(3.6)
     alt_text = [draw(axes, *one) for one in drawn]
+    # all models were timed at the same contexts
     plain_ticks(axes, "x", [row.context for row in drawn[0][1]], count)
     axes.set_ylim(bottom=0)
     name_axes(figure, axes, "tokens in the context", f"{axis}, batch {batch}")
@@ -261,7 +269,9 @@ def memory_plot(results: Comparison) -> Plot | None:
 
 def groups_plot(results: Comparison) -> Plot | None:
     """Draw time per token against the number of KV heads (Ainslie et al. 2023, figure 6), if three models differ."""
+    # the last point is the most demanding one, where the cache matters most
     last = [(max(model.kv_heads), model.decode[-1]) for model in results.models if model.decode]
+    # of several models with the same number of heads, the last one counts
     by_heads = dict(sorted(last, key=lambda pair: pair[0]))
     if len(by_heads) < 3:
         return None

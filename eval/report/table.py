@@ -71,6 +71,7 @@ def _paired(label: str, note: str, models: Sequence[ModelResult], cell: Callable
 def _target_loss(model: ModelResult) -> Cell:
     """Show the logarithm of the perplexity, which is the loss that is trained."""
     ends = (model.perplexity.value, model.perplexity.low, model.perplexity.high)
+    # the logarithm keeps the order, so the ends of the interval stay its ends
     value, low, high = (None if end is None else math.log(end) for end in ends)
     return with_interval(ReportedEstimate(value=value, low=low, high=high), number)
 
@@ -152,6 +153,7 @@ def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
         longest = fits.batches[-1]
         return Cell(tokens, f"{longest.batch:,} sequences of {longest.context:,}")
 
+    # GB and not GiB, as devices are sold
     label = f"Fits into {first.memory_bytes / 1e9:,.3g} GB"
     return [_row(label, "of cache beside the weights, as stored", models, cell)]
 

@@ -19,6 +19,7 @@ def verdict(results: Comparison) -> str:
     source, last, pair = results.source, results.last, results.last.against_source
     if pair is None:
         cell = with_interval(source.perplexity, number)
+        # a single document has no interval, and then a space would remain
         return f"{source.name} has a {perplexity_name(results)} of {cell.main} {cell.detail}".rstrip() + "."
     ratio = with_interval(pair.perplexity_ratio, change)
     sentences = [

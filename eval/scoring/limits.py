@@ -12,6 +12,7 @@ from ...console import warn
 from ...errors import UsageError
 from .score_loop import DEFAULT_WINDOW
 
+# Llama, GPT-2 and others each have a name of their own for it.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _UNLIMITED = 10**9
 """Limits from here on mean none: tokenizers without a limit state 10**30."""

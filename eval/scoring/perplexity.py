@@ -129,6 +129,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        # one by one, since a caller may have frozen only some of them
         for module, training in modes:
             module.training = training
 

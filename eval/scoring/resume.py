@@ -79,6 +79,7 @@ class SavedMeasurements:
         """Read the values (rows, tokens) scored so far by any process, and which of the batches are done."""
         values, done = np.zeros((rows, tokens), np.float32), np.zeros(batches, bool)
         if self._rank == 0:
+            # of any number of processes, since an earlier try may have had more
             for file in sorted(self._folder.glob(f"{name}-*.npz")):
                 with np.load(file) as found:
                     values[:, found["places"]] = found["values"]

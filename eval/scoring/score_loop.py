@@ -140,6 +140,7 @@ class _TokenValues:
 class _SaveTimer:
     """Tells when to save, and then logs the progress of a long run where no bar shows it."""
 
+    # A save is small, and a run that is killed repeats what was not saved.
     EVERY_SECONDS = 20.0
 
     def __init__(self, batches: int) -> None:

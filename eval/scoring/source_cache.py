@@ -42,6 +42,7 @@ class SourceCache:
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        # sorted keys, so that the order of the settings has no effect on the name
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
         self._file = folder / f"source-{key}.npz"
 

@@ -128,6 +128,7 @@ class PairBatch:
         """Cut the batch into micro-batches, each without the padding that none of its pairs needs."""
         for first in range(0, len(self.ids_BS), sequences):
             mine = slice(first, first + sequences)
+            # the tensors are still on the CPU, so reading a number does not wait for a GPU
             read = int(self.mask_BS[mine].sum(dim=1).max())
             written = int(self.scored_BT[mine].sum(dim=1).max())
             yield replace(

@@ -65,6 +65,7 @@ class NextToken:
         opens_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         for row, packed in enumerate(mine):
             opens_BT[row, packed.openings] = True
+        # of all processes, since each divides its loss by the targets of the whole step
         targets = len(step) * (ids_BT.shape[1] - 1)
         if self._isolate:  # the first token of a sequence is not predicted anyway, so it is not subtracted again
             targets -= sum(place > 0 for packed in step for place in packed.openings)
@@ -78,6 +79,7 @@ class _PairBatches:
         self._model = model
 
     def batch(self, step: Sequence[Pair], rank: int, processes: int) -> PairBatch:
+        # any id will do, since no token attends to padding
         ids_BS, mask_BS, labels_BT = padded(step[rank::processes], self._model.config.pad_token_id or 0)
         decoder_ids_BT = decoder_inputs(self._model, labels_BT)
         return PairBatch(ids_BS, mask_BS, decoder_ids_BT, labels_BT, sum(len(pair.target) for pair in step))

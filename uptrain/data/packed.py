@@ -96,6 +96,7 @@ class _Packer:
         """Begin or continue the pass number ``epoch``."""
         self._cut_in_pass = 0
         self._whole_pass = self.documents == 0
+        # each pass has another order, and a continued pass the same one
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.epoch}")
         self._pass = islice(documents, self.documents, None)
 
@@ -161,6 +162,7 @@ class SequenceStream:
         self._sequences_per_chunk = max(1, _CHUNK_TOKENS // sequence_length)
         self.position = replace(position) if position else Position()
         self._packer = _Packer(corpus, encode, sequence_length, seed, self.position)
+        # packed on the first draw, so that an unused stream reads no text
         self._chunk: list[PackedTokens] = []
 
     def _pack_chunk(self) -> list[PackedTokens]:

@@ -28,6 +28,7 @@ class PairStream:
 
     def _open_pass(self) -> None:
         """Begin or continue the pass of the position."""
+        # a pass that is continued may have had its pairs before
         self._found = self.position.documents > 0
         documents = shuffled(iter(self._corpus), f"{self._seed}:{self.position.epoch}")
         self._pass = islice(documents, self.position.documents, None)
@@ -39,6 +40,7 @@ class PairStream:
         while True:
             document = next(self._pass, None)
             if document is None:
+                # without this check a corpus without pairs would be read for ever
                 if not self._found:
                     raise DataError(f"{self._corpus.spec} has no pair of texts.", "Give columns that are not empty.")
                 self.position = Position(self.position.epoch + 1)

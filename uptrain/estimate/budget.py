@@ -45,7 +45,9 @@ def plan_budget(settings: UptrainSettings) -> Budget:
                 "Add --pretraining-tokens N (its model card says how many), or give --tokens.",
             )
         tokens = round(settings.fraction * settings.pretraining_tokens)
+    # require_one_budget has checked it
     assert tokens is not None
+    # rounded up, so that a run never trains on less than the user gave
     return Budget(max(1, math.ceil(tokens / per_step)), per_step)
 
 

@@ -84,6 +84,7 @@ def estimate_cost(
         bf16: the forward pass computes in bf16.
         cpu: the devices are CPUs, where chunks of logits are smaller.
     """
+    # under DDP every device holds everything
     share = processes if sharded else 1
     tokens_at_once = min(settings.micro_batch, max(1, settings.batch // processes)) * settings.sequence_length
     per_token = 12 * student.hidden + 5 * student.inner

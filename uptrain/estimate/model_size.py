@@ -15,6 +15,7 @@ from ...checkpoint.source import Checkpoint
 
 _INNER = ("intermediate_size", "d_ff", "encoder_ffn_dim")
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+# Keys and values of cross-attention, by the names of T5 and of BART.
 _OF_THE_SOURCE = re.compile(r"\b(EncDecAttention|encoder_attn)\.(k|v)(_proj)?\.")
 
 
@@ -48,9 +49,11 @@ class ModelSize:
     @classmethod
     def of(cls, model: Any, encoder_decoder: bool) -> ModelSize:
         """Read the sizes from a model, which may be on the meta device."""
+        # the part for language, of a config that may also describe images
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings()
         hidden = embedding.weight.shape[-1]
+        # GPT-2 states no width and means 4 C
         inner = next((found for name in _INNER if (found := getattr(config, name, None))), 4 * hidden)
         return cls(
             sum(one.numel() for one in model.parameters()),
@@ -58,6 +61,7 @@ class ModelSize:
             sum(one.numel() for one in _tables(model).values()),
             config.num_hidden_layers,
             hidden,
+            # one width per layer; the widest decides about the memory
             max(inner) if isinstance(inner, list | tuple) else inner,
             embedding.weight.shape[0],
             *(_decoder_side(model) if encoder_decoder else (0, 0)),
@@ -83,6 +87,7 @@ def _decoder_side(model: Any) -> tuple[int, int]:
     """
     tables = _tables(model)
     own = {id(one): one for name, one in model.get_decoder().named_parameters() if not _OF_THE_SOURCE.search(name)}
+    # the head works on written tokens, even if its weight is tied to an embedding
     own |= {id(one): one for one in model.get_output_embeddings().parameters()}
     layers = next((found for name in _DECODER_LAYERS if (found := getattr(model.config, name, None))), 0)
     return sum(one.numel() for key, one in own.items() if key not in tables), layers

@@ -94,6 +94,7 @@ def layer_distance(student_BTC: Sequence[Tensor], teacher_BTC: list[Tensor], sco
         )
     total = torch.zeros((), device=scored_BT.device)
     for state_BTC in student_BTC:
+        # float32: squares of bf16 numbers would lose their last digits
         target_BTC = teacher_BTC.pop(0).float()
         squared_distance_BT = (state_BTC.float() - target_BTC).square().sum(dim=-1)
         squared_size_BT = target_BTC.square().sum(dim=-1).clamp_min(_TINY)

@@ -41,6 +41,7 @@ def _sums(loss: Tensor, **terms: Tensor) -> LossSums:
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the sum of −ln p(target), and its gradient (N, V) by the logits: softmax − one-hot."""
+    # float32, since the bf16 logits of autocast have about three digits
     log_p_NV = F.log_softmax(logits_NV.float(), dim=-1)
     loss = -log_p_NV.gather(1, targets_N[:, None]).sum()
     grad_NV = log_p_NV.exp_()  # in place: the log-probabilities are not needed again

@@ -46,5 +46,6 @@ def _rates(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
         for owner in (module, getattr(module, "config", None)):
             attributes = getattr(owner, "__dict__", {})
             for name, value in list(attributes.items()):
+                # not isinstance, which would take a bool such as use_dropout for a rate
                 if "drop" in name and type(value) in (int, float) and 0 <= value <= 1:
                     yield attributes, name

@@ -18,6 +18,7 @@ _ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_att
 _TRAINED = {
     "all": re.compile(""),
     "attention": _ATTENTION,
+    # names of keys and values alone: a fused projection would train the queries as well
     "kv": re.compile(_ATTENTION.pattern + r"(.*\.)?(k|v|kv|key|value|key_value)_?(proj|projection|norm|layernorm)?\."),
 }
 
@@ -34,6 +35,7 @@ def refuse_long_sequences(sequence_length: int, config: Any) -> None:
     Raises:
         UsageError: it is.
     """
+    # models with relative positions state no limit
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise UsageError(
@@ -71,6 +73,7 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
             raise UnsupportedError(
                 f"{type(model).__name__} cannot compute its activations again.", "Leave --gradient-checkpointing out."
             )
+        # the re-entrant form needs inputs with a gradient, which frozen embeddings do not give
         model.activation_checkpointing_enable({"use_reentrant": False})
     if settings.compile:
         # layer by layer: all layers share one graph, and the head is called from outside the model's forward

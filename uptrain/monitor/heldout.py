@@ -53,6 +53,7 @@ class HeldoutText:
             if parts and on_any_process(accelerator, stop_requested()):
                 raise StopRequested
             parts.append(score(model, portion, window=self.window, accelerator=accelerator).total())
+        # exact, so that the portions have no effect on the number
         nats = math.fsum(part.nll_nats for part in parts)
         return exponential(nats / sum(part.tokens for part in parts))
 
@@ -71,6 +72,7 @@ class HeldoutText:
     def identity(self) -> str:
         """A hash that is the same for the same text and window."""
         tokens = sum(len(document.ids) for document in self.documents)
+        # numbers of documents and tokens stand in for the hash that a streamed text does not have
         content = json.dumps([self.description, len(self.documents), tokens, self.window], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -118,6 +120,7 @@ class HeldoutMonitor:
         self._text, self._accelerator, self._metrics = text, accelerator, metrics
         self._source, self._start, self._tokens_per_step = source, start, tokens_per_step
         self._trust = trust_remote_code
+        # replaced when training begins and signals are caught
         self.stop_requested: Callable[[], bool] = lambda: False
 
     def begin(self, model: Any, step: int, due: bool) -> None:
@@ -139,6 +142,7 @@ class HeldoutMonitor:
             info("The held-out text, or how it is read, has changed: source and start are scored anew.")
         if self._source is not None:
             self._add("source", step, self._perplexity_of(self._source))
+            # at step 0 the model itself is the start, and is scored below
             if step and self._start is not None:
                 self._add("start", step, self._perplexity_of(self._start))
         self.evaluate(model, step)
@@ -164,6 +168,7 @@ class HeldoutMonitor:
         assert self._text is not None
         model = place
         if isinstance(place, str | Path):
+            # float32, as the weights of the student are
             model = load_language_model(place, dtype=torch.float32, trust_remote_code=self._trust)
             model = model.to(self._accelerator.device)
         return self._text.perplexity(model, self._accelerator, self.stop_requested)
@@ -195,5 +200,6 @@ def recovered_so_far(lines: Sequence[dict[str, Any]], text: str) -> float | None
     only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had recovered nothing
     if not source or not evaluated or only_the_start:
         return None
+    # arrays of one number, as if the text were one document
     share = recovered_share(*(np.log([perplexity]) for perplexity in (source[0], start[0], evaluated[-1])))
     return None if share is None else share.value

@@ -26,6 +26,7 @@ class Metrics:
         file.parent.mkdir(parents=True, exist_ok=True)
         if step and file.exists():
             self.lines = [line for line in _read_whole_lines(file) if line["step"] <= step]
+        # rewritten without the lines that the resumed run makes again
         file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
 
     @property
@@ -37,8 +38,10 @@ class Metrics:
         line = {"kind": kind, **values}
         self.lines.append(line)
         if self._file is not None:
+            # opened for every line, so that a killed run has lost none
             with self._file.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
+        # trackers draw numbers and nothing else
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         self._track(numbers, values["step"])
 
@@ -65,6 +68,7 @@ class Stopwatch:
     def lap(self, steps: int, tokens: int) -> tuple[float, float]:
         """End a lap, and return (tokens per second in it, seconds left)."""
         now = time.perf_counter()
+        # two laps may fall on the same tick of the clock
         rate = tokens / max(now - self._last, 1e-9)
         self._last = now
         self._steps_done += steps

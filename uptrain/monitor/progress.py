@@ -69,6 +69,7 @@ class ProgressLog:
         tokens_read: int,
     ) -> None:
         self._metrics, self._budget, self._terms, self._utilisation = metrics, budget, terms, utilisation
+        # the pace of this part alone: an earlier one may have run on other devices
         self._stopwatch = Stopwatch(budget.steps - step)
         self._tokens_read = tokens_read
         self._results: list[StepResult] = []
@@ -88,13 +89,16 @@ class ProgressLog:
         line: dict[str, Any] = {
             "step": step,
             "tokens": step * self._budget.tokens_per_step,
+            # a mean over the lap, since the loss of one step is noisy
             "loss": fmean(result.loss for result in results),
             **{name: fmean(result.terms[name] for result in results) for name in self._terms},
             "learning_rate": learning_rate,
+            # the newest one, since a mean would hide that it grows
             "gradient_norm": results[-1].gradient_norm,
             "tokens_per_second": rate,
         }
         if self._utilisation is not None:
+            # padding is read but not predicted, so targets are counted apart
             line["mfu"] = self._utilisation.share(rate, sum(result.targets for result in results) / read)
         if recovered is not None:
             line["recovered"] = recovered

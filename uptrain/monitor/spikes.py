@@ -46,6 +46,7 @@ class SpikeDetector:
         Raises:
             TrainingError: it is the third spike in a row.
         """
+        # a median, since losses of single steps are noisy
         usual = median(self.losses) if self._factor and len(self.losses) >= self.MIN_LOSSES else None
         if usual is None or loss <= max(self._factor * usual, usual + self.RISE_NATS):
             # a new list, since the old one may be part of a save

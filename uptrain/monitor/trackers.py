@@ -29,6 +29,7 @@ def chosen_trackers(wanted: Sequence[str]) -> list[str]:
         tracker = "tensorboard" if name == "auto" else name
         if tracker not in _TRACKERS:
             raise UsageError(f"There is no tracker {tracker!r}.", f"Known are auto, none, {', '.join(_TRACKERS)}.")
+        # looked for but not imported: an import may take seconds or ask for a login
         if find_spec(tracker) is None:
             raise UsageError(f"The tracker {tracker} is not installed.", f"pip install {tracker}")
         chosen.append(tracker)

@@ -78,11 +78,13 @@ def read_layout(file: Path) -> Layout:
     if not isinstance(content, dict):
         raise _not_a_config(file, "it has no names with values")
     processes, kind = content.get("num_processes"), content.get("distributed_type")
+    # true in YAML is an int in Python
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise _not_a_config(file, f"num_processes is {processes!r} and must be a whole number from 1")
     if not isinstance(kind, str) or kind.upper() not in _KINDS:
         raise _not_a_config(file, f"distributed_type is {kind!r}, and headfold runs with {', '.join(_KINDS)}")
     kind = kind.upper()
+    # before the layout is used: accelerate would run something else without a word
     _refuse_unsupported(file, content, kind, processes)
     cpu = kind == "MULTI_CPU" or content.get("use_cpu") is True
     return Layout(processes, kind == "FSDP", cpu, by_mpirun=bool(_mpirun_hosts(content)))

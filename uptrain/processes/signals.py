@@ -49,6 +49,7 @@ def stop_on_signal() -> Iterator[StopSignal]:
             stop.received, received_at = True, now
         elif now - received_at >= _ECHO_SECONDS:
             restore()
+            # the handler from before ends the process
             signal.raise_signal(number)
 
     for number in _STOPPING:

@@ -45,6 +45,7 @@ class TrainingRun:
         self.mixture, self.metrics, self.heldout = mixture, metrics, heldout
         self.step, self.adjusted = step, adjusted
         self._spikes, self._utilisation = spikes, utilisation
+        # the run was restored from this save, or has nothing to save yet
         self._last_saved = step
         self._tokens_read_before = mixture.read
 
@@ -55,6 +56,7 @@ class TrainingRun:
             Interrupted: a signal came; the work so far is saved.
             TrainingError: the run diverged.
         """
+        # models are loaded in eval mode
         self.model.train()
         self.stepper.stop_requested = self.heldout.stop_requested = lambda: bool(stop)
         self._progress = self._current_progress()
@@ -97,8 +99,10 @@ class TrainingRun:
                 self.heldout.evaluate(self._student(), self.step)
             if self._is_due(settings.save_every):
                 self._save()
+            # a run whose last step is done is finished, signal or not
             if on_any_process(self.accelerator, bool(stop)) and self.step < self.budget.steps:
                 raise StopRequested
+        # the weights of a spike must not be published
         self._spikes.refuse_end(self.step)
 
     def next_step(self) -> StepResult:

@@ -76,23 +76,14 @@ def open_run(
     refuse_overlap(source.folder, out)
     settings = resolve_pretraining(settings, checkpoint, source)
     budget = plan_budget(settings)
-    trackers = chosen_trackers(settings.tracker)
-    if settings.liger:
-        refuse_liger(str(source.config.get("model_type")), settings.device != "cpu" and torch.cuda.is_available())
-    accelerator = make_accelerator(settings, trackers, logs_folder(out))
-    refuse_uneven(settings.batch, accelerator.num_processes)
-    refuse_untested_optimizer(settings, accelerator.is_fsdp2)
+    accelerator = _open_devices(settings, source, out)
     settings = resolve_teacher(settings, source)
     corpora = open_mixture(settings.corpora, settings.columns)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-    set_seed(settings.seed)  # weights from scratch are the same on every process
-    model = build_student(source, from_scratch, trust_remote_code)
+    model = _open_student(settings, source, from_scratch, trust_remote_code)
     encoder_decoder = is_encoder_decoder(model)
-    if settings.dropout is not None:
-        set_dropout(model, settings.dropout)
-    refuse_long_sequences(settings.sequence_length, model.config)
     objective = choose_objective(settings, tokenizer, model, encoder_decoder)
-    if settings.isolate_documents:
+    if settings.isolate_documents:  # while the model is on the CPU, where the trial's tensors are
         refuse_leaks(model)
     freeze_other_weights(model, settings.train)
     heldout = open_heldout(settings, tokenizer, encoder_decoder)
@@ -114,3 +105,24 @@ def open_run(
         from_scratch=from_scratch,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _open_devices(settings: UptrainSettings, source: Checkpoint, out: Path) -> Accelerator:
+    """Set accelerate up, and check that trackers, kernels and optimizer work on these devices."""
+    trackers = chosen_trackers(settings.tracker)
+    if settings.liger:
+        refuse_liger(str(source.config.get("model_type")), settings.device != "cpu" and torch.cuda.is_available())
+    accelerator = make_accelerator(settings, trackers, logs_folder(out))
+    refuse_uneven(settings.batch, accelerator.num_processes)
+    refuse_untested_optimizer(settings, accelerator.is_fsdp2)
+    return accelerator
+
+
+def _open_student(settings: UptrainSettings, source: Checkpoint, from_scratch: bool, trust_remote_code: bool) -> Any:
+    """Make the model, with the dropout of the settings."""
+    set_seed(settings.seed)  # weights from scratch are the same on every process
+    model = build_student(source, from_scratch, trust_remote_code)
+    if settings.dropout is not None:
+        set_dropout(model, settings.dropout)
+    refuse_long_sequences(settings.sequence_length, model.config)
+    return model
