@@ -137,7 +137,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
 
 
 def is_local(spec: str) -> bool:
-    """Whether the name means text on this machine, missing or not, and not a ``datasets`` id."""
+    """Tell whether the name means text on this machine, missing or not, and not a ``datasets`` id."""
     name = spec.partition("#")[0]
     path = Path(name).expanduser()
     return name in ("", "stdlib") or path.exists() or path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~"))
@@ -301,7 +301,7 @@ def _field(record: Any, column: str, where: str) -> str:
 
 
 def _open_dataset(name: str, split: str, columns: Columns) -> Corpus:
-    """Stream a ``datasets`` id; ``heldout`` means its validation split."""
+    """Stream a ``datasets`` id, whose validation split is called ``heldout`` here."""
     # imported here: it takes seconds, and only this kind of corpus needs it
     import datasets
 

@@ -81,14 +81,14 @@ def with_settings(command_name: str, *, required: tuple[str, ...] = ()) -> Calla
 
 
 def _was_given(context: Any, name: str) -> bool:
-    """Whether an option stands on the command line, if only at its default."""
+    """Tell whether an option stands on the command line, if only at its default."""
     source = context.get_parameter_source(name)
     # by its name: typer has a copy of click inside and does not export this enumeration
     return source is not None and source.name != "DEFAULT"
 
 
 def _options(model: type[Settings], required: tuple[str, ...]) -> Iterator[inspect.Parameter]:
-    """One keyword parameter per field, as typer reads it."""
+    """Make one keyword parameter per field, as typer reads it."""
     for name, panel in _by_panel(model):
         field = model.model_fields[name]
         kind, flags = _kind_and_flags(name, field)
@@ -111,7 +111,7 @@ def _options(model: type[Settings], required: tuple[str, ...]) -> Iterator[inspe
 
 
 def _by_panel(model: type[Settings]) -> list[tuple[str, str]]:
-    """(field, its group in ``--help``), group by group; a field without a mark belongs to the group before it."""
+    """List (field, its group in ``--help``), group by group. A field without a mark belongs to the group before it."""
     panel, found = "Options", []
     for name, field in model.model_fields.items():
         panel = next((mark.title for mark in _marks_of(field) if isinstance(mark, Panel)), panel)
@@ -126,7 +126,7 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
 
 
 def _kind_and_flags(name: str, field: FieldInfo) -> tuple[Any, tuple[str, ...]]:
-    """The type that typer converts to, and how the option is spelled.
+    """Find the type that typer converts to, and the spelling of the option.
 
     The model checks ranges and reads what typer has no type for: such a field is a string here.
     """
@@ -164,29 +164,29 @@ def _is_several(kind: Any) -> bool:
 
 
 def _old_names(field: FieldInfo) -> Iterator[str]:
-    """Names of an earlier release."""
+    """List the names of an earlier release."""
     if isinstance(field.validation_alias, AliasChoices):
         yield from map(str, field.validation_alias.choices[1:])
 
 
 def _renamed(model: type[Settings]) -> Iterator[tuple[str, str]]:
-    """(old name, name) of every renamed field."""
+    """List (old name, name) of every renamed field."""
     for name, field in model.model_fields.items():
         yield from ((old, name) for old in _old_names(field))
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT"}
-"""Short, so that ``--help`` has room for its sentences; choices show themselves."""
+"""Short names of the types, so that ``--help`` has room for its sentences."""
 
 
 def _metavar(kind: Any) -> str | None:
-    """What stands for the value; the help text lists choices, which would make this column wide."""
+    """Name the value. The help text lists choices, which would make this column wide."""
     plain = _without_none(kind)[0]
     return "CHOICE" if get_origin(plain) is Literal else _METAVARS.get(plain)
 
 
 def _help(field: FieldInfo, kind: Any, *, required: bool) -> str:
-    """The description with choices and default; typer would give the default a line of its own."""
+    """Join description, choices and default. Typer would give the default a line of its own."""
     text = field.description or ""
     plain = _without_none(kind)[0]
     if get_origin(plain) is Literal and not all(choice in text for choice in get_args(plain)):
@@ -197,7 +197,7 @@ def _help(field: FieldInfo, kind: Any, *, required: bool) -> str:
 
 
 def _default(field: FieldInfo, kind: Any) -> Any:
-    """The default as typer shows it: a repeated option is a list, a separated one a string."""
+    """Find the default as typer shows it: a repeated option is a list, a separated one a string."""
     default = field.get_default(call_default_factory=True)
     if kind == list[str]:
         return [default] if isinstance(default, str) else list(default or [])
@@ -207,7 +207,7 @@ def _default(field: FieldInfo, kind: Any) -> Any:
 
 
 def as_options(settings: Settings, *, always: tuple[str, ...] = ()) -> list[str]:
-    """The command line that gives these settings.
+    """Write the command line that gives these settings.
 
     Args:
         always: fields to name even at their default; all others at their default are left out.

@@ -81,9 +81,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     PANELS: ClassVar[tuple[str, ...]] = ()
-    """Groups of options in the order of ``--help``; :data:`RARE` is always the last."""
+    """Groups of options in the order of ``--help``. :data:`RARE` is always the last."""
     NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = ()
-    """Combinations to refuse: whoever gives an option expects something of it."""
+    """Combinations to refuse, since whoever gives an option expects an effect."""
 
     @model_validator(mode="after")
     def _refuse_given_fields_without_effect(self, info: ValidationInfo) -> Any:
@@ -112,7 +112,7 @@ class Settings(BaseModel):
 
 
 def marks(annotation: Any) -> Iterator[Any]:
-    """Marks within a type, also where it is one side of ``X | None``."""
+    """List the marks within a type, also where it is one side of ``X | None``."""
     if get_origin(annotation) is Annotated:
         yield from annotation.__metadata__
     elif get_origin(annotation) in (Union, UnionType):
@@ -174,10 +174,10 @@ Tokens = Annotated[int, BeforeValidator(_whole), Field(gt=0), ReadByModel()]
 """A number of tokens, for which ``2e12`` is understood."""
 
 Counts = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_split_numbers), Separated()]
-"""Positive whole numbers; ``8,4,2`` on the command line."""
+"""Positive whole numbers, written as ``8,4,2`` on the command line."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split), Separated()]
-"""Names; ``mean,folded`` on the command line."""
+"""Names, written as ``mean,folded`` on the command line."""
 
 
 class RecordSettings(Settings):

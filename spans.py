@@ -60,7 +60,7 @@ class SpanCorruption:
         return cls(tuple(numbered[key] for key in sorted(numbered)), tokenizer.eos_token_id, noise_density, mean_span)
 
     def lengths(self, tokens: int) -> tuple[int, int]:
-        """Lengths of source and target, EOS included, that ``tokens`` tokens of text become."""
+        """Compute the lengths of source and target, EOS included, that ``tokens`` tokens of text become."""
         noise, spans = self._noise(tokens)
         return tokens - noise + spans + 1, noise + spans + 1
 
@@ -128,6 +128,12 @@ class SpanCorruption:
         noise = min(max(round(tokens * self.noise_density), 1), tokens - 1)
         spans = max(round(noise / self.mean_span), 1)
         return noise, min(spans, noise, tokens - noise)
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Tokenize a text to cut spans out of, without EOS and the like."""
+    # verbose=False: no warning that the text is longer than the model's context, since it is cut into blocks
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _divide(tokens: int, parts: int, draw: random.Random) -> list[int]:

@@ -121,6 +121,12 @@ def _window(settings: EvalSettings, source: ComparedModel, limit: int | None) ->
 
 def _targets(settings: EvalSettings, source: ComparedModel, window: int) -> TargetSettings | None:
     column, spans = settings.target_column is not None, (settings.noise_density, settings.mean_span)
+    # again, because model_copy checks nothing
+    if source.is_encoder_decoder and column and spans != (NOISE_DENSITY, MEAN_SPAN):
+        raise UsageError(
+            "--noise-density and --mean-span would change nothing: with a target column no spans are cut out.",
+            "Leave them out, or leave --target-column out.",
+        )
     if source.is_encoder_decoder:
         return TargetSettings(window, column, *spans)
     if column or spans != (NOISE_DENSITY, MEAN_SPAN):

@@ -250,7 +250,7 @@ class ModelResult(ResultRecord):
 
 
 class IntervalProtocol(ResultRecord):
-    """How intervals were computed."""
+    """Method of the intervals."""
 
     method: str
     level: float

@@ -87,7 +87,7 @@ def refuse_absent_text(recipe: Recipe) -> None:
 
 
 def _done(step: str, folder: Path, name: str) -> bool:
-    """Whether a step is done: folders appear whole, and the recipe is known to be the same."""
+    """Tell whether a step is done: folders appear whole, and the recipe is known to be the same."""
     if last_entry(folder, step) is None:
         return False
     info(f"{name}: {folder} exists, skipped.")

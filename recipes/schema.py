@@ -91,11 +91,8 @@ def _explain(problem: ValidationError) -> str:
     fault = problem.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
-        return (
-            f"{where}: {fault['msg']} (found {fault['input']!r})."
-            if fault["type"] != "missing"
-            else f"{where} is missing."
-        )
+        missing = fault["type"] == "missing"
+        return f"{where} is missing." if missing else f"{where}: {fault['msg']} (found {fault['input']!r})."
     known = list(_section(fault["loc"][:-1]).model_fields)
     # below the default of 0.6, because keys are short
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)

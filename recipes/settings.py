@@ -11,7 +11,7 @@ from ..settings import Counts, Names, Panel
 
 
 class SweepSettings(CalibrationSettings):
-    """What to convert to, and how to measure each result."""
+    """Conversions to try, and the measurement of each result."""
 
     groups: Annotated[Counts, Panel("Sweep")] = Field(description="numbers of groups, such as 8,4,2,1")
     methods: Names = Field(

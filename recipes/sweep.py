@@ -87,14 +87,14 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
 
 
 def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
-    """Cut the text into documents; for an encoder-decoder, into pairs by span corruption."""
+    """Cut the text into documents, or into pairs by span corruption for an encoder-decoder."""
     if is_seq2seq(ModelType(source.config).resolved):
         return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
     return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
 
 
 def _conversion(settings: SweepSettings, method: str, groups: int, statistics: Path) -> ConvertSettings:
-    """Settings of one conversion. A method that looks at no text is given none."""
+    """Make the settings of one conversion. A method that looks at no text is given none."""
     name, refined = method.removesuffix(REFINED), method.endswith(REFINED)
     if not refined and not METHODS[name].reads_text:
         return ConvertSettings(groups=groups, method=name)
@@ -114,7 +114,7 @@ def _convert_and_measure(
     documents: Sequence[ScoredDocument],
     settings: SweepSettings,
 ) -> list[SweepRow]:
-    """Measure one conversion; no row where the method refuses this checkpoint."""
+    """Measure one conversion, and return no row if the method refuses this checkpoint."""
     # checkpoints are large, so only one exists at a time
     with tempfile.TemporaryDirectory(prefix="headfold-") as scratch:
         folder = Path(scratch) / "converted"

@@ -174,7 +174,7 @@ def _device_and_precision(settings: UptrainSettings, layout: Layout, here: bool)
 
 
 def _teacher_place(settings: UptrainSettings, source: Checkpoint) -> str | None:
-    """Place of the teacher, as far as it is known without its weights."""
+    """Find the place of the teacher, as far as it is known without its weights."""
     if settings.teacher in ("auto", "source"):
         return converted_from(source)
     return settings.teacher

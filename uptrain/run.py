@@ -27,7 +27,7 @@ def uptrain_checkpoint(
 ) -> Path:
     """Train a checkpoint on packed text and write the result as an ordinary checkpoint.
 
-    This is the uptraining of Ainslie et al. 2023, §2.2: the pretraining goes on with its own objective for a share of
+    This is the uptraining of Ainslie et al. 2023, §2.2: the pretraining continues with its own objective for a share of
     its tokens. With a teacher, the loss is the KL divergence to the teacher's predictions instead.
     Call the function again with the same arguments to continue a run that was interrupted.
 

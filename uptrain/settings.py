@@ -9,7 +9,10 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from ..settings import RARE, Flags, NoEffect, OffSwitch, Panel, RecordSettings, Tokens
 
 Resume = Literal["auto", "always", "never"]
-"""``auto``: continue an unfinished run, else begin; ``always``: continue or fail; ``never``: discard it and begin."""
+"""What to do about an unfinished run.
+
+``auto`` continues it if there is one, ``always`` fails if there is none, and ``never`` discards it.
+"""
 
 DISTILLATION = ("distillation_weight", "temperature", "divergence", "hidden_weight")
 """Fields that say how to learn from a teacher."""

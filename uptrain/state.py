@@ -207,7 +207,7 @@ def _refuse_other_sharing(saved: dict[str, Any], now: str, folder: Path) -> None
         raise UsageError(
             f"{folder} holds a run whose {_SHARING} was {before} and is now {now}, and saves are not portable between "
             "the two.",
-            "Go on with the same --launch as before, or throw the run away with --resume never.",
+            "Continue with the same --launch as before, or throw the run away with --resume never.",
         )
 
 
@@ -227,7 +227,7 @@ def _changed(saved: dict[str, Any], wanted: UptrainSettings) -> Changes:
 def _refuse_other_settings(changed: Changes, adjusting: bool, folder: Path) -> None:
     if not changed or (adjusting and changed.keys() <= ADJUSTABLE):
         return
-    going_on = "--resume always to go on with these, " if changed.keys() <= ADJUSTABLE else ""
+    going_on = "--resume always to continue with these, " if changed.keys() <= ADJUSTABLE else ""
     raise UsageError(
         f"{folder} holds a run with other settings: {describe(changed)}.",
         f"Use the old settings to continue it, {going_on}or --resume never to throw it away.",

@@ -45,7 +45,7 @@ class DecodeTimes:
 
 
 def measure_cache(model: Any) -> CacheSize:
-    """Measure the KV cache from its tensors at two lengths; an encoder-decoder's by tokens that it writes.
+    """Measure the KV cache from its tensors at two lengths. For an encoder-decoder, count tokens that it writes.
 
     Raises:
         UnsupportedError: the model has no cache of keys and values.

@@ -47,24 +47,18 @@ class TaskAnswers:
     values: list[float]
 
 
-def require_harness() -> None:
-    """Raise UsageError where lm-eval is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as problem:
-        raise UsageError(
-            "--tasks needs lm-eval, which is not installed.", "Try: pip install 'headfold[harness]'"
-        ) from problem
-
-
 def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:
     """Find the tasks, local ones by their files, and return lm-eval's task manager and the names.
 
     Raises:
         UsageError: lm-eval is not installed, or does not know a task.
     """
-    require_harness()
-    from lm_eval.tasks import TaskManager
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as problem:
+        raise UsageError(
+            "--tasks needs lm-eval, which is not installed.", "Try: pip install 'headfold[harness]'"
+        ) from problem
 
     folders = sorted({str(_folder(name)) for name in settings.tasks if _is_local(name)})
     # lm-eval's own task files are thousands, and reading them takes many seconds

@@ -66,7 +66,7 @@ class SlicedLogits:
         return max(1, self._logits_bytes // (4 * (vocab or self._embeddings)))
 
     def states(self, batch: AnyBatch) -> Tensor:
-        """Run the model up to its head and return hidden states (N, C); of a model that is run whole, logits (N, V)."""
+        """Run the model up to its head: hidden states (N, C), or logits (N, V) of a model that is run whole."""
         if batch.highest >= self._embeddings:
             raise DataError(
                 f"The text holds token id {batch.highest}, but the model has {self._embeddings} embeddings.",

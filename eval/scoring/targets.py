@@ -21,7 +21,7 @@ from ...checkpoint.backbone import decoder_inputs
 from ...corpus import Document
 from ...errors import DataError
 from ...pairs import IGNORED, Pair, PairEncoder, padded
-from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
+from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption, plain_ids
 from .windows import TokenText, Window
 
 SEED = 0
@@ -204,7 +204,7 @@ def _pairs_from_spans(tokenizer: Any, targets: TargetSettings) -> Callable[[Docu
     size = corrupt.tokens_for(targets.longest)
 
     def pairs_of(document: Document) -> list[Pair]:
-        ids = list(tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = plain_ids(tokenizer, document.text)
         blocks = [ids[first : first + size] for first in range(0, len(ids), size)]
         return [
             # seeded by name and number, so that other documents before this one do not change its spans

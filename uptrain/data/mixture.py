@@ -114,7 +114,7 @@ class Mixture:
         return sum(self._read)
 
     def epochs(self) -> list[int]:
-        """Number of complete passes over each corpus."""
+        """Count the complete passes over each corpus."""
         return [stream.position.epoch for stream in self._streams]
 
     def __next__(self) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from ...checkpoint.backbone import decoder_inputs
 from ...corpus import Corpus, Encoder
 from ...errors import UsageError
 from ...pairs import Pair, PairEncoder, padded
-from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption
+from ...spans import MEAN_SPAN, NOISE_DENSITY, SpanCorruption, plain_ids
 from ..settings import UptrainSettings
 from .batches import PackedBatch, PairBatch, TrainingBatch
 from .packed import Encode, PackedTokens, Position, SequenceStream
@@ -94,7 +95,7 @@ class Spans(_PairBatches):
 
     def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
-        self._corrupt, self._encode, self._seed = corrupt, _without_special_tokens(tokenizer), seed
+        self._corrupt, self._encode, self._seed = corrupt, partial(plain_ids, tokenizer), seed
         self._tokens = corrupt.tokens_for(sequence_length)
 
     def stream(self, corpus: Corpus, position: Position | None) -> _SpanStream:
@@ -126,15 +127,6 @@ class Pairs(_PairBatches):
 
     def stream(self, corpus: Corpus, position: Position | None) -> PairStream:
         return PairStream(corpus, self._encode, seed=self._seed, position=position)
-
-
-def _without_special_tokens(tokenizer: Any) -> Encode:
-    """Return a function from a text to its token ids, without EOS and the like."""
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    return encode
 
 
 def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any, encoder_decoder: bool) -> TrainingObjective:

@@ -21,7 +21,7 @@ _COPIES_OF_A_CHUNK = 4  # logits, log-probabilities, gradient, and the teacher's
 
 
 def targets_per_token(settings: UptrainSettings, encoder_decoder: bool) -> float:
-    """Number of target tokens for each token read. Sources and targets of pairs are assumed to be of equal length."""
+    """Compute the target tokens for each token read. Sources and targets of pairs are assumed to be of equal length."""
     if not encoder_decoder or settings.target_column is not None:
         return 1.0
     corrupt = SpanCorruption(tuple(range(settings.sequence_length)), 0, settings.noise_density, settings.mean_span)

@@ -68,7 +68,7 @@ class ModelSize:
         )
 
     def per_token(self, targets: float) -> int:
-        """Number of parameters that one read token is multiplied with, if ``targets`` tokens are written for each."""
+        """Count the parameters that one read token is multiplied with, if ``targets`` tokens are written for each."""
         used = self.parameters - self.looked_up
         return round(used - self.written + self.written * targets)
 

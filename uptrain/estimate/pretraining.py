@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...checkpoint.record import last_entry, read_record
 from ...checkpoint.source import Checkpoint
@@ -58,18 +57,13 @@ def known_pretraining(checkpoint: str | Path, source: Checkpoint | None = None) 
         if pretrained is not None:
             return Pretraining(int(pretrained["tokens"]), "the checkpoint's own record")
         names += [str(entry["source"]) for entry in read_record(source.folder)["history"] if entry.get("source")]
-        names += _config_names(source.config)
+        names.append(str(source.config.get("_name_or_path") or ""))
     for name in names:
         short = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
         for pattern, (tokens, reference) in _KNOWN.items():
             if re.fullmatch(pattern + _SUFFIX, short):
                 return Pretraining(int(tokens), reference)
     return None
-
-
-def _config_names(config: dict[str, Any]) -> list[str]:
-    name = config.get("_name_or_path")
-    return [name] if isinstance(name, str) and name else []
 
 
 def resolve_pretraining(

@@ -140,6 +140,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Number of tokens in a chunk: as many as its bytes allow, but enough to be worth a chunk."""
+    """Choose the tokens of a chunk: as many as its bytes allow, but enough to be worth a chunk."""
     allowed = _LOGITS_BYTES.get(device.type, _LOGITS_BYTES_ELSEWHERE)
     return max(_MIN_CHUNK_TOKENS, allowed // (4 * vocabulary))

@@ -51,7 +51,7 @@ class SplitModel:
 
     @property
     def whole(self) -> bool:
-        """True if the model has to be run whole, with all of its logits in memory."""
+        """Tell whether the model has to be run whole, with all of its logits in memory."""
         return self._backbone is None
 
     def head_inputs(self, **inputs: Any) -> Tensor:
@@ -71,7 +71,7 @@ class SplitModel:
         return logits_1NV[0]
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """The head's parameters, read anew at each call: sharding swaps them for others."""
+        """List the head's parameters, anew at each call: sharding swaps them for others."""
         return [] if self.whole else list(self.head.parameters())
 
     def _can_be_split(self) -> bool:

@@ -1,8 +1,8 @@
 """Sums of token losses and their gradients: cross-entropy with the text, and KL divergence from a teacher.
 
 These are sums. The caller divides by the tokens of the whole step, over all micro-batches and processes, so the
-gradient is that of one big batch however it was cut. Gradients are written out by hand: autograd would keep several
-more copies of the logits, the largest tensor of a step.
+gradient equals the gradient of one big batch, however it was cut. Gradients are written out by hand: autograd would
+keep several more copies of the logits, the largest tensor of a step.
 
 Letters of shapes: N target tokens, V vocabulary.
 """
@@ -98,11 +98,11 @@ class TrainingLoss:
 
     @classmethod
     def of(cls, settings: UptrainSettings) -> TrainingLoss:
-        """The loss that these settings ask for."""
+        """Make the loss of these settings."""
         return cls(settings.distillation_weight, settings.temperature, settings.divergence, settings.hidden_weight)
 
     def logged_terms(self, has_teacher: bool) -> list[str]:
-        """Names of the terms that the metrics show beside the loss."""
+        """Name the terms that the metrics show beside the loss."""
         terms = {"divergence": has_teacher, "hidden": self.hidden_weight > 0}
         return [name for name, used in terms.items() if used]
 

@@ -43,7 +43,7 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
     """Replace ``auto`` and ``source`` by the checkpoint they mean, and tell the user.
 
     Raises:
-        UsageError: no record names the ``source`` that was asked for. Or there is no teacher, although settings
+        UsageError: no record names the ``source`` that the user wants. Or there is no teacher, although settings
             say how to learn from one.
     """
     teacher = settings.teacher

@@ -148,7 +148,7 @@ class HeldoutMonitor:
         self.evaluate(model, step)
 
     def evaluate(self, model: Any, step: int) -> None:
-        """Score the model as it is; every process must call this, since they share the windows."""
+        """Score the model as it is. Every process must call this, since they share the windows."""
         if self._text is not None:
             self._add("eval", step, self._text.perplexity(model, self._accelerator, self.stop_requested))
 

@@ -14,7 +14,7 @@ class Metrics:
 
     Args:
         file: the file; None on processes that do not write.
-        step: the step from which the run goes on; zero begins an empty file.
+        step: the step from which the run continues. Zero begins an empty file.
         track: called with the numbers of each line, by name, and the step.
     """
 
@@ -31,7 +31,7 @@ class Metrics:
 
     @property
     def writes(self) -> bool:
-        """True on the process that writes, which alone has the lines from before a resume."""
+        """Tell whether this process writes, which alone has the lines from before a resume."""
         return self._file is not None
 
     def add(self, kind: str, **values: Any) -> None:

@@ -44,7 +44,7 @@ class FlopsUtilisation:
     peak_flops: float
 
     def share(self, tokens_per_second: float, targets_per_token: float) -> float:
-        """Share of the peak that the run uses."""
+        """Compute the share of the peak that the run uses."""
         return tokens_per_second * flops_per_token(self.student, self.teacher, targets_per_token) / self.peak_flops
 
 
@@ -54,7 +54,7 @@ class ProgressLog:
     Args:
         terms: names of the terms of the loss to show.
         utilisation: None if the peak of the devices is not known.
-        step: the step from which the run goes on.
+        step: the step from which the run continues.
         tokens_read: real tokens read before that step.
     """
 
@@ -114,7 +114,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "mfu": lambda value: f"MFU {100 * value:.0f} %",
     "recovered": lambda value: f"recovered {100 * value:.0f} %",
 }
-"""How a number is shown to a person; any other, such as a term of the loss, is shown by its name with four decimals."""
+"""Formats of numbers. Any other number, such as a term of the loss, is shown with its name and four decimals."""
 
 
 def _print(line: dict[str, Any], steps: int, seconds_left: float) -> None:

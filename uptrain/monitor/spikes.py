@@ -8,8 +8,8 @@ from statistics import median
 from ...errors import TrainingError
 
 _ADVICE = (
-    "The saves are from before: go on from them with a lower --learning-rate or --max-grad-norm and --resume always, "
-    "or look at the text of these steps. --spike 0 goes on regardless."
+    "The saves are from before: continue from them with a lower --learning-rate or --max-grad-norm and --resume "
+    "always, or look at the text of these steps. --spike 0 continues regardless."
 )
 
 

@@ -37,7 +37,7 @@ def chosen_trackers(wanted: Sequence[str]) -> list[str]:
 
 
 def logs_folder(out: Path) -> Path:
-    """Folder of trackers that write files. It stays when the run is over."""
+    """Name the folder of trackers that write files. It stays when the run is over."""
     return out.parent / f"{out.name}.logs"
 
 

@@ -126,7 +126,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of one device: all of a GPU's, or what is free of the machine's for a CPU."""
+    """Look up the memory of one device: all of a GPU's, or what is free of the machine's for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().available)

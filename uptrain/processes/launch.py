@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def several_on_cpus(self) -> bool:
-        """True for processes that accelerate would leave to mpirun although there is none."""
+        """Tell whether accelerate would leave the processes to mpirun although there is none."""
         return self.cpu and self.processes > 1 and not (self.sharded or self.by_mpirun)
 
 
@@ -142,7 +142,7 @@ def launch(file: Path, arguments: Sequence[str]) -> None:
         while passed and _is_alive(process.pid):  # the launcher of one process is gone before the save is done
             time.sleep(_POLL_SECONDS)
     if passed and code:
-        raise Interrupted("Stopped by a signal.", "Run the same command to go on from the newest save.")
+        raise Interrupted("Stopped by a signal.", "Run the same command to continue from the newest save.")
     if code:
         raise SystemExit(code)
 

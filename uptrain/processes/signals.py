@@ -15,7 +15,7 @@ _ECHO_SECONDS = 2.0
 
 
 class StopSignal:
-    """True once a signal has asked the run to stop."""
+    """Becomes true when a signal asks the run to stop."""
 
     def __init__(self) -> None:
         self.received = False

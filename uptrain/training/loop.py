@@ -66,7 +66,7 @@ class TrainingRun:
         except StopRequested:
             raise Interrupted(
                 f"Stopped by a signal at step {self.step} of {self.budget.steps}; {self._save()}.",
-                "Run the same command to go on from the newest save.",
+                "Run the same command to continue from the newest save.",
             ) from None
         except TrainingError:
             # the weights went wrong one step before the first spike, and a save may hold them
@@ -118,7 +118,7 @@ class TrainingRun:
         return Progress(self.step, self.mixture.positions(), self._spikes.losses, self.adjusted)
 
     def _is_due(self, every: int) -> bool:
-        """True at the last step and every so many steps, where 0 means at the last step alone."""
+        """Tell whether something is due: at the last step, and every so many steps (0: at the last step alone)."""
         return self.step == self.budget.steps or bool(every and self.step % every == 0)
 
     def _student(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +54,7 @@ def make_schedule(settings: UptrainSettings, steps: int) -> Callable[[int], floa
 
     It depends on the step alone, so it need not be saved and is the same for any number of processes. The rate rises to
     the peak in equal steps, and the last step has exactly ``final_learning_rate`` × the peak (``constant`` stays at the
-    peak). Warmup-stable-decay is that of Hu et al. 2024, arXiv 2404.06395, §4.2, with a linear decay.
+    peak). Warmup-stable-decay is from Hu et al. 2024, arXiv 2404.06395, §4.2, with a linear decay.
     """
     warmup = max(1, round(settings.warmup * steps))
     fall, floor = _FALLS[settings.schedule], settings.final_learning_rate
@@ -67,8 +66,3 @@ def make_schedule(settings: UptrainSettings, steps: int) -> Callable[[int], floa
         return settings.learning_rate * (floor + (1 - floor) * left)
 
     return rate
-
-
-def set_learning_rate(optimizer: Any, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -23,7 +23,6 @@ from ..models.teacher import Teacher
 from ..monitor.progress import StepResult
 from ..processes.devices import StopRequested, on_any_process
 from ..settings import UptrainSettings
-from .optim import set_learning_rate
 
 _PATIENCE_SECONDS = 2.0
 """After a signal, a step that ends within this time is finished, and a longer one is given up."""
@@ -73,9 +72,11 @@ class Stepper:
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm)
         loss, *terms = means.tolist()
         named = dict(zip(LossSums._fields[1:], terms, strict=True))
-        result = StepResult(loss, named, float(_over_all_shards(norm)), batch.targets)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all shards
+        result = StepResult(loss, named, float(norm), batch.targets)
         self._refuse_non_finite(step, result)
-        set_learning_rate(self._optimizer, self.learning_rate(step))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._ask_every = self._agree_when_to_ask(time.perf_counter() - began, micro_batches)
@@ -109,7 +110,7 @@ class Stepper:
         return on_any_process(self._accelerator, late and self.stop_requested())
 
     def _agree_when_to_ask(self, seconds: float, micro_batches: int) -> int:
-        """Number of micro-batches after which the processes ask each other again: about half the time of patience."""
+        """Agree on the micro-batches until the processes ask each other again, in about half the time of patience."""
         if self._accelerator.num_processes == 1:
             return 1  # asking costs nothing
         mean = self._accelerator.reduce(torch.tensor(seconds, device=self._accelerator.device), "mean")
@@ -131,13 +132,13 @@ class Stepper:
             raise TrainingError(
                 f"At step {step + 1} the loss is {result.loss} and the gradient norm {result.gradient_norm}: "
                 "the run diverged.",
-                "The saves before are intact: go on from them with a lower --learning-rate or --max-grad-norm and "
+                "The saves before are intact: continue from them with a lower --learning-rate or --max-grad-norm and "
                 "--resume always, or begin anew with --resume never.",
             )
 
 
 def _random_state() -> list[Tensor]:
-    """State of the generators that dropout draws from, on the CPU and on this process's GPU."""
+    """Get the state of the generators that dropout draws from, on the CPU and on this process's GPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
 
 
@@ -145,7 +146,3 @@ def _set_random_state(states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)
-
-
-def _over_all_shards(norm: Any) -> Any:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
