@@ -27,7 +27,7 @@ from headfold.corpus import Document, open_corpus
 from headfold.eval.measures.capacity import peak_bytes
 from headfold.eval.scoring.batches import collate, group_windows
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
+from headfold.eval.scoring.windows import TokenDocument, tokenize_text
 
 BUNDLED = Path(__file__).parent.parent / "recipes" / "bundled" / "stdlib-5m-mha"
 BARS = {"bare forward pass": (0.9, "at least"), "lm-eval": (2.0, "at least"), "peak memory": (0.5, "at most")}
@@ -39,7 +39,7 @@ def main() -> None:
     model = load_language_model(options.checkpoint, dtype=torch.float32).to(options.device).eval()
     tokenizer = load_tokenizer(options.checkpoint)
     texts = _texts(tokenizer, options)
-    documents = tokenize_documents(tokenizer, texts, max_tokens=None)
+    documents = tokenize_text(tokenizer, texts, max_tokens=None).documents
     ways: dict[str, Callable[[], Any]] = {
         "headfold": lambda: score(
             model, documents, window=options.window, stride=options.window, batch_size=options.batch

@@ -26,7 +26,7 @@ from headfold.convert.plan import Plan
 from headfold.convert.run import convert_checkpoint, plan_conversion, run_plan
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
+from headfold.eval.scoring.windows import TokenDocument, tokenize_text
 from lost_energy import lost_shares
 from scipy.stats import spearmanr
 
@@ -70,7 +70,9 @@ def _fewer_heads(scratch: Path, options: argparse.Namespace) -> Path:
 
 def _outcomes(folder: Path, scratch: Path, options: argparse.Namespace) -> Iterator[tuple[str, int, float, float]]:
     """Yield (method, groups, predicted share lost, log of measured perplexity over the source's)."""
-    documents = tokenize_documents(load_tokenizer(folder), open_corpus(options.test), max_tokens=options.test_tokens)
+    documents = tokenize_text(
+        load_tokenizer(folder), open_corpus(options.test), max_tokens=options.test_tokens
+    ).documents
     file = scratch / f"{folder.name}.safetensors"
     first = plan_conversion(
         folder,

@@ -31,7 +31,7 @@ from headfold.convert.run import plan_conversion, run_plan
 from headfold.corpus import open_corpus
 from headfold.errors import HeadfoldError
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.windows import TokenDocument, tokenize_documents
+from headfold.eval.scoring.windows import TokenDocument, tokenize_text
 
 BUNDLED = Path(__file__).parents[1] / "recipes" / "bundled" / "stdlib-5m-mha"
 VARIANTS = {
@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
 
 def _rows(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     tokenizer = load_tokenizer(options.checkpoint)
-    documents = tokenize_documents(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None)
+    documents = tokenize_text(tokenizer, open_corpus(options.test), max_tokens=options.test_tokens or None).documents
     corpus = open_corpus(options.calibration)
     text_BT = token_blocks(
         corpus, tokenizer, tokens=options.calibration_tokens, sequence_length=options.sequence_length

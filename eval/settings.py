@@ -31,6 +31,7 @@ class EvalSettings(RecordSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: the dtype of the source's weights; float32 on a CPU"
     )
+    # a string and not a choice: torch knows more devices than could be listed
     device: str = Field("auto", description="auto, cpu, cuda, …")
 
     repeats: Annotated[int, Panel("Decoding speed and memory")] = Field(

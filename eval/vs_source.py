@@ -35,6 +35,7 @@ Decoder = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
 _WORST = 5
 _WORST_TOKENS = 10
+# Text before a token, enough for a reader to see what was to be predicted.
 _CONTEXT_TOKENS = 12
 _FEWEST_TOKENS = 32
 """Documents below this are not listed as worst: a single bad token would put them there."""
@@ -107,6 +108,7 @@ def _speed_ratios(pair: ModelPair) -> list[SpeedRatio]:
 def _speed_ratio(source: DecodeTimes, other: DecodeTimes) -> SpeedRatio:
     """Divide the timings repeat by repeat, since a slow moment of the machine hits both models of a repeat."""
     first = zip(source.first_token_seconds, other.first_token_seconds, strict=True)
+    # seconds of the source on top, so that more than 1 is faster
     decode = zip(source.decode_seconds, other.decode_seconds, strict=True)
     return SpeedRatio(
         context=source.context,
@@ -125,7 +127,9 @@ def _by_context(scores: PairScores, window: int, stride: int) -> list[ContextBin
         ]
     )
     before_N, after_N = (
-        np.concatenate(list(found.nll_N)).astype(np.float64) for found in (scores.source, scores.other)
+        # float64, since the sum of many float32 numbers loses digits
+        np.concatenate(list(found.nll_N)).astype(np.float64)
+        for found in (scores.source, scores.other)
     )
     bins, low = [], 1
     while low < window:

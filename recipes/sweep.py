@@ -28,7 +28,7 @@ from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
 from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import TargetSettings, target_text
-from ..eval.scoring.windows import ScoredDocument, tokenize_documents
+from ..eval.scoring.windows import ScoredDocument, tokenize_text
 from .settings import SweepSettings
 
 SOURCE, REFINED = "source", "+refine"
@@ -90,7 +90,7 @@ def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: Swe
     """Cut the text into documents, or into pairs by span corruption for an encoder-decoder."""
     if is_seq2seq(ModelType(source.config).resolved):
         return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
-    return tokenize_documents(tokenizer, corpus, max_tokens=settings.tokens)
+    return tokenize_text(tokenizer, corpus, max_tokens=settings.tokens).documents
 
 
 def _conversion(settings: SweepSettings, method: str, groups: int, statistics: Path) -> ConvertSettings:

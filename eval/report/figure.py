@@ -120,15 +120,14 @@ def label_of(name: str, longest: int = 34) -> str:
     return ("\u200b" if cut.startswith("_") else "") + cut.replace("$", r"\$")
 
 
-def plain_ticks(axes: Axes, which: str, places: Sequence[float], show: Callable[[float], str]) -> None:
-    """Put ticks at these places and nowhere else, on a logarithmic axis to base 2."""
+def plain_ticks(axes: Axes, places: Sequence[float], show: Callable[[float], str]) -> None:
+    """Put ticks at these places and nowhere else, on a horizontal axis that is logarithmic to base 2."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=2)
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_ticks(list(places), [show(place) for place in places])
-    axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(places), [show(place) for place in places])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def svg_of(figure: Figure, name: str) -> str:

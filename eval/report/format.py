@@ -81,6 +81,7 @@ def signed(value: float | None) -> str:
 
 def count(amount: float) -> str:
     """1500 → '1.5 k', for tokens and parameters."""
+    # decimal, as tokens and parameters are counted
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if amount >= limit:
             return f"{amount / limit:.3g} {unit}"

@@ -20,6 +20,7 @@ def write_cards(results: Comparison) -> list[Path]:
     written = []
     for place, model in enumerate(results.others, start=1):
         folder = Path(model.path).expanduser()
+        # a README that somebody else wrote must not be changed
         if not folder.is_dir() or not read_record(folder)["history"]:
             warn(f"{model.name} was not made by headfold, so its card is left alone.")
             continue

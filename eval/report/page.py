@@ -26,10 +26,12 @@ def render(template: str, **values: Any) -> str:
     pages = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
+        # a value that is missing fails at once instead of leaving a gap
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # a narrow column must not put the sign on a line of its own
     pages.filters["unbroken"] = lambda text: text.replace(" %", "\u00a0%")
     pages.filters["drawing"] = Markup
     return pages.get_template(template).render(palette=PALETTE, **values)

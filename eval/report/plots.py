@@ -123,7 +123,7 @@ def context_plot(results: Comparison) -> Plot | None:
         alt_text.append(f"{model.name} {ratios[0]:.2f} with little context, {ratios[-1]:.2f} with the most")
     source, source_style = next(_styled(results))
     axes.axhline(1, color=source_style["color"], linestyle=DASHED, linewidth=1.5, label=label_of(source.name))
-    plain_ticks(axes, "x", [found.context_from for found in pairs[0][2]], count)
+    plain_ticks(axes, [found.context_from for found in pairs[0][2]], count)
     perplexity_scale(axes, "y", values)
     name_axes(figure, axes, "tokens of context, from", "perplexity ÷ source")
     return Plot(
@@ -221,7 +221,7 @@ def _over_contexts(
     figure, axes = new_figure(3.6)
     alt_text = [draw(axes, *one) for one in drawn]
     # all models were timed at the same contexts
-    plain_ticks(axes, "x", [row.context for row in drawn[0][1]], count)
+    plain_ticks(axes, [row.context for row in drawn[0][1]], count)
     axes.set_ylim(bottom=0)
     name_axes(figure, axes, "tokens in the context", f"{axis}, batch {batch}")
     return Plot(title, caption, svg_of(figure, name), f"{quantity} at batch {batch}: {'; '.join(alt_text)}.")
@@ -278,7 +278,7 @@ def groups_plot(results: Comparison) -> Plot | None:
     figure, axes = new_figure(3.2)
     times = {heads: 1000 / row.tokens_per_second.median for heads, row in by_heads.items()}
     axes.plot(list(times), list(times.values()), color=INK, marker="o", linewidth=2, markersize=5)
-    plain_ticks(axes, "x", list(times), lambda heads: f"{heads:.0f}")
+    plain_ticks(axes, list(times), lambda heads: f"{heads:.0f}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("KV heads (groups)")
     axes.set_ylabel("ms per token")

@@ -50,6 +50,7 @@ def _windows(made: MeasurementProtocol) -> str:
 def _targets(targets: TargetProtocol) -> list[tuple[str, str]]:
     if targets.kind == "column":
         columns = f"column {targets.target_column}, written from column {targets.source_column}"
+        # a cut target is easier or harder than the whole one, so the reader has to know
         how = f"{columns}; sides of more than {targets.longest:,} tokens are cut there"
     else:
         how = (

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS_NAME, PAGE_NAME, PICTURE_NAME = "sweep.json", "sweep.html", "sweep.png"
+# More markers than colours, so that methods differ in print as well.
 _MARKERS = "osD^vP*X"
 
 
@@ -95,7 +96,7 @@ def _tradeoff_figure(rows: Sequence[SweepRow]) -> Figure:
         style["linestyle"] = "solid" if place < len(SERIES) else "dashed"
         sizes = [row.cache_bytes_per_token for row in found]
         axes.plot(sizes, [row.perplexity for row in found], label=method, **style)
-    plain_ticks(axes, "x", sorted({row.cache_bytes_per_token for row in rows}), lambda size: f"{size:,.0f}")
+    plain_ticks(axes, sorted({row.cache_bytes_per_token for row in rows}), lambda size: f"{size:,.0f}")
     perplexity_scale(axes, "y", values)
     name_axes(figure, axes, "KV-cache bytes per token", "perplexity before uptraining")
     return figure

@@ -95,6 +95,7 @@ def _task_row(models: Sequence[ModelResult], like: TaskResult) -> TableRow:
 
 
 def _task_cell(model: ModelResult, task: str, measure: str) -> Cell:
+    # models that were merged in may have answered other tasks
     found = next((row for row in model.tasks if (row.task, row.measure) == (task, measure)), None)
     if found is None:
         return Cell("–")
@@ -181,6 +182,7 @@ def speed_cell(model: ModelResult, context: int, batch: int) -> Cell:
         return Cell("–")
     speed = found.tokens_per_second
     ratios = [] if model.against_source is None else model.against_source.speedup
+    # a source from a cache was not timed
     pair = next((row for row in ratios if (row.context, row.batch) == (context, batch)), None)
     if pair is None:
         return Cell(number(speed.median), f"{number(speed.min)} to {number(speed.max)}")

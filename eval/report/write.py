@@ -35,6 +35,7 @@ def print_report(results: Comparison) -> None:
     columns = ["", *(model.name for model in results.models)]
     body = [[row.label, *(f"{cell.main}\n{cell.detail}".strip() for cell in row.cells)] for row in table_rows(results)]
     made = results.protocol
+    # pairs are scored whole, so window and stride mean nothing there
     windows = "targets" if results.of_encoder_decoders else f"window {made.window}, stride {made.stride}"
     table(f"{made.tokens:,} tokens of {made.corpus}, {windows}, {made.dtype}", columns, body)
     data.print(verdict(results), markup=False)

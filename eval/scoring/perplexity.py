@@ -52,11 +52,6 @@ class Perplexity:
         # a mean of the documents' means would weigh short ones too much
         return exponential(self.nll_nats / self.tokens)
 
-    @property
-    def bits_per_byte(self) -> float:
-        """Compute bits per byte, which is comparable across tokenizers (infinite for text of zero bytes)."""
-        return self.nll_nats / math.log(2) / self.utf8_bytes if self.utf8_bytes else math.inf
-
 
 @dataclass(frozen=True)
 class Scores:

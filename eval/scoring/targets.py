@@ -75,6 +75,7 @@ class TargetDocument:
     @property
     def scored(self) -> int:
         """Count the tokens of the targets."""
+        # every token counts, sentinels too, since the model has to write them all
         return sum(len(pair.target) for pair in self.pairs)
 
     @property
@@ -137,6 +138,7 @@ class TargetBatch:
 
 def collate_targets(windows: Sequence[TargetWindow], places: Sequence[Tensor]) -> TargetBatch:
     """Make one batch of these pairs. ``places`` are the indices of each one's scored tokens among all."""
+    # id 0 on padding: the mask hides it, and every model has it
     ids_BS, mask_BS, labels_BT = padded([made.pair for made in windows], 0)
     rows_N, columns_N = (labels_BT != IGNORED).nonzero(as_tuple=True)
     return TargetBatch(

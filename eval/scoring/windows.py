@@ -101,6 +101,7 @@ class TokenText:
         """Hash all token ids and document borders. Two models that score the same tokens have equal hashes."""
         digest = hashlib.sha256()
         for document in self.documents:
+            # one document at a time, since the ids of a large text take much memory as a string
             digest.update(document.fingerprint.encode())
         return digest.hexdigest()
 
@@ -126,13 +127,6 @@ class Window:
         ids = document.ids[self.start : self.stop]
         # the first id is context only, so replacing it changes no scored token
         return [document.ids[0], *ids[1:]] if document.bos else ids
-
-
-def tokenize_documents(
-    tokenizer: Any, documents: Iterable[Document], *, max_tokens: int | None
-) -> Sequence[ScoredDocument]:
-    """Call :func:`tokenize_text` with the tokenizer's own BOS policy and return the documents only."""
-    return tokenize_text(tokenizer, documents, max_tokens=max_tokens).documents
 
 
 def tokenize_text(
@@ -223,6 +217,7 @@ def _scored_bytes(tokenizer: Any, text: str, ids: list[int], offsets: list[tuple
         return len(decoded.encode("utf-8", "surrogatepass"))
     # the first token is context only, so its characters do not count
     begin = offsets[0][1]
+    # the largest and not the last, since special tokens at the end have an empty span
     end = max(offset[1] for offset in offsets[: len(ids)]) if cut else len(text)
     return len(text[begin:end].encode("utf-8", "surrogatepass"))
 

@@ -56,9 +56,11 @@ def known_pretraining(checkpoint: str | Path, source: Checkpoint | None = None) 
         pretrained = last_entry(source.folder, "pretrain")
         if pretrained is not None:
             return Pretraining(int(pretrained["tokens"]), "the checkpoint's own record")
+        # a converted checkpoint has a name of its own, and its source the known one
         names += [str(entry["source"]) for entry in read_record(source.folder)["history"] if entry.get("source")]
         names.append(str(source.config.get("_name_or_path") or ""))
     for name in names:
+        # some repositories of Meta are called Meta-Llama-…
         short = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
         for pattern, (tokens, reference) in _KNOWN.items():
             if re.fullmatch(pattern + _SUFFIX, short):

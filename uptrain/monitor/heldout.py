@@ -20,7 +20,7 @@ from ...corpus import HELDOUT, open_corpus
 from ...eval.measures.recovery import recovered_share
 from ...eval.scoring.perplexity import Perplexity, exponential, score
 from ...eval.scoring.targets import TargetSettings, target_text
-from ...eval.scoring.windows import ScoredDocument, tokenize_documents
+from ...eval.scoring.windows import ScoredDocument, tokenize_text
 from ..processes.devices import StopRequested, on_any_process
 from ..settings import UptrainSettings
 from .metrics import Metrics
@@ -89,7 +89,7 @@ def open_heldout(settings: UptrainSettings, tokenizer: Any, encoder_decoder: boo
         return HeldoutText(
             targets.documents, {**corpus.describe(), "asking": str(wanted.describe())}, settings.sequence_length
         )
-    documents = tokenize_documents(tokenizer, corpus, max_tokens=settings.eval_tokens)
+    documents = tokenize_text(tokenizer, corpus, max_tokens=settings.eval_tokens).documents
     return HeldoutText(documents, corpus.describe(), settings.sequence_length)
 
 

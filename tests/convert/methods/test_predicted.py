@@ -10,7 +10,7 @@ from headfold.convert.inspect import predict_loss
 from headfold.convert.run import plan_conversion
 from headfold.corpus import open_corpus
 from headfold.eval.scoring.perplexity import score
-from headfold.eval.scoring.windows import tokenize_documents
+from headfold.eval.scoring.windows import tokenize_text
 from scipy.stats import spearmanr
 
 
@@ -27,7 +27,7 @@ def test_the_predicted_loss_ranks_the_measured_perplexity(tmp_path):
     source = Path(recipes.__file__).parent / "bundled" / "stdlib-5m-mha"
     file = tmp_path / "moments.safetensors"
     calibration = calibration_text("stdlib", tokens=16_384, refine=0, statistics=file)
-    documents = tokenize_documents(load_tokenizer(source), open_corpus("stdlib#heldout"), max_tokens=4096)
+    documents = tokenize_text(load_tokenizer(source), open_corpus("stdlib#heldout"), max_tokens=4096).documents
     predicted, measured = [], []
     for groups in (4, 2, 1):
         folder = tmp_path / f"folded-{groups}"

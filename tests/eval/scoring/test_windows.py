@@ -4,7 +4,7 @@ import pytest
 from eval_models import word_tokenizer
 from headfold.corpus import Document
 from headfold.errors import DataError, UsageError
-from headfold.eval.scoring.windows import TokenDocument, make_windows, tokenize_documents, tokenize_text
+from headfold.eval.scoring.windows import TokenDocument, make_windows, tokenize_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +62,9 @@ def test_bos_follows_the_tokenizers_own_policy():
 
 
 def test_there_are_never_two_bos_tokens():
-    (document,) = tokenize_documents(word_tokenizer(template=True), [Document("a", "<s> <s> the cat")], max_tokens=None)
+    (document,) = tokenize_text(
+        word_tokenizer(template=True), [Document("a", "<s> <s> the cat")], max_tokens=None
+    ).documents
     assert document.ids.count(1) == 1
     assert document.ids[0] == 1 != document.ids[1]
     (forced,) = tokenize_text(
@@ -73,7 +75,7 @@ def test_there_are_never_two_bos_tokens():
 
 def test_every_window_starts_with_bos_and_scores_the_same_tokens():
     words = " ".join(["the", "cat", "sat", "on"] * 8)
-    (document,) = tokenize_documents(word_tokenizer(template=True), [Document("a", words)], max_tokens=None)
+    (document,) = tokenize_text(word_tokenizer(template=True), [Document("a", words)], max_tokens=None).documents
     windows = make_windows([document], 16, 8)
     assert len(windows) >= 3
     assert all(made.ids([document])[0] == 1 for made in windows)
@@ -89,7 +91,7 @@ def test_bos_is_refused_where_the_tokenizer_has_none():
 def test_a_tokenizer_without_special_tokens_stays_as_it_is():
     tokenizer = word_tokenizer(specials=False)
     size = len(tokenizer)
-    (document,) = tokenize_documents(tokenizer, [Document("a", "the cat sat on")], max_tokens=None)
+    (document,) = tokenize_text(tokenizer, [Document("a", "the cat sat on")], max_tokens=None).documents
     assert len(document.ids) == 4
     assert not document.bos
     assert len(tokenizer) == size
@@ -101,7 +103,7 @@ def test_empty_documents_are_counted_and_skipped():
     assert [document.name for document in found.documents] == ["d"]
     assert found.skipped == 3
     with pytest.raises(DataError):
-        tokenize_documents(word_tokenizer(), text[:3], max_tokens=None)
+        tokenize_text(word_tokenizer(), text[:3], max_tokens=None).documents
 
 
 def test_max_tokens_counts_scored_tokens_and_cuts_the_last_document():
@@ -115,11 +117,11 @@ def test_max_tokens_counts_scored_tokens_and_cuts_the_last_document():
 
 def test_bytes_are_those_of_the_scored_tokens():
     text = [Document("a", "the cat sat")]
-    (plain,) = tokenize_documents(word_tokenizer(), text, max_tokens=None)
-    (with_bos,) = tokenize_documents(word_tokenizer(template=True), text, max_tokens=None)
-    (cut,) = tokenize_documents(word_tokenizer(), text, max_tokens=1)
+    (plain,) = tokenize_text(word_tokenizer(), text, max_tokens=None).documents
+    (with_bos,) = tokenize_text(word_tokenizer(template=True), text, max_tokens=None).documents
+    (cut,) = tokenize_text(word_tokenizer(), text, max_tokens=1).documents
     assert plain.utf8_bytes == len(" cat sat")  # the first token is context only
     assert with_bos.utf8_bytes == len("the cat sat")
     assert cut.utf8_bytes == len(" cat")
-    (wide,) = tokenize_documents(word_tokenizer(), [Document("a", "the ä€𝄞")], max_tokens=None)
+    (wide,) = tokenize_text(word_tokenizer(), [Document("a", "the ä€𝄞")], max_tokens=None).documents
     assert wide.utf8_bytes == 1 + 2 + 3 + 4
