@@ -103,7 +103,7 @@ def test_empty_documents_are_counted_and_skipped():
     assert [document.name for document in found.documents] == ["d"]
     assert found.skipped == 3
     with pytest.raises(DataError):
-        tokenize_text(word_tokenizer(), text[:3], max_tokens=None).documents
+        tokenize_text(word_tokenizer(), text[:3], max_tokens=None)
 
 
 def test_max_tokens_counts_scored_tokens_and_cuts_the_last_document():
