@@ -52,7 +52,7 @@ def error(message: str, hint: str | None = None) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> None:
-    """Print a table on stdout; the first column is left-aligned, the others are numbers.
+    """Print a table on stdout. The first column is left-aligned, the others hold numbers.
 
     Args:
         markdown: print Markdown, to be pasted into a document.
@@ -129,7 +129,7 @@ def parse_bytes(text: str, kind: str) -> int:
 
 
 def human_seconds(seconds: float) -> str:
-    """Write 75 as '1m15s'; above one hour, hours and minutes."""
+    """Write 75 as '1m15s', and above one hour only hours and minutes."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

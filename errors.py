@@ -42,7 +42,7 @@ class TrainingError(HeadfoldError):
 
 
 class Interrupted(HeadfoldError):
-    """A signal asked the run to stop; its state is saved and the same command continues it."""
+    """A signal asked the run to stop. Its state is saved, and the same command continues it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 

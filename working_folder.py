@@ -35,14 +35,14 @@ class WorkingFolder:
 
     @property
     def is_foreign(self) -> bool:
-        """True if files without an identity lie there; an empty folder is free."""
+        """True if files without an identity lie there. An empty folder is free."""
         if not self.path.exists() or self._file.is_file():
             return False
         # a run that was killed as it began may leave the unfinished identity
         return not self.path.is_dir() or any(not file.name.startswith(_UNFINISHED) for file in self.path.iterdir())
 
     def found(self) -> dict[str, Any] | None:
-        """Read the identity that lies there; None where there is none.
+        """Read the identity that lies there, or return None.
 
         Raises:
             OSError, ValueError: it cannot be read.
@@ -50,7 +50,7 @@ class WorkingFolder:
         return read_json(self._file) if self._file.is_file() else None
 
     def matches(self) -> bool:
-        """True if the folder holds work of this very identity; false also where the identity cannot be read."""
+        """True if the folder holds work of this very identity, and false also where the identity cannot be read."""
         try:
             return self.found() == self.identity
         except (OSError, ValueError):

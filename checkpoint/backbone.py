@@ -31,7 +31,7 @@ class Backbone:
 
     @classmethod
     def of(cls, model: Any) -> Backbone | None:
-        """Find the backbone of a model; None if its class has no such part.
+        """Find the backbone of a model, or None if its class has no such part.
 
         Most classes keep it in one module that has a forward pass. Others have an encoder and a decoder, alone (T5) or
         in a module without a forward pass, and join the two in the forward pass of the whole model.
@@ -55,6 +55,7 @@ class Backbone:
 
         The head is not called by itself because many classes scale or cap logits after it, in their forward pass.
         """
+        # The states stand in for what the backbone returns, so the head cannot tell the difference.
         outputs = _outputs(pair=self._beside is _target_ids)(last_hidden_state=states_1NC)
         ids_1N = torch.zeros(states_1NC.shape[:2], dtype=torch.long, device=states_1NC.device)
         inputs = {"input_ids": ids_1N, **(self._beside(states_1NC) if self._beside else {})}
@@ -102,7 +103,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def trial_inputs(model: Any, ids_1T: Tensor) -> dict[str, Tensor]:
-    """Make inputs to try a model on a few tokens; an encoder-decoder reads and writes the same tokens."""
+    """Make inputs to try a model on a few tokens. An encoder-decoder reads and writes the same tokens."""
     return {"input_ids": ids_1T, **({"decoder_input_ids": ids_1T} if is_encoder_decoder(model) else {})}
 
 

@@ -75,6 +75,7 @@ def _base_model(history: list[dict[str, Any]]) -> str | None:
     snapshot = _SNAPSHOT.search(str(first.get("source_folder", "")))
     if snapshot:
         return f"{snapshot['owner']}/{snapshot['name']}"
+    # A relative path such as models/llama looks like a hub id.
     spec = str(first.get("source", ""))
     return spec if _HUB_ID.fullmatch(spec) and not Path(spec).exists() else None
 

@@ -144,7 +144,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
 
 
 def read_header(file: Path) -> Header:
-    """Read and check the header of ``file``; no weight is read.
+    """Read and check the header of ``file`` without reading weights.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged.

@@ -115,7 +115,7 @@ def _brought_class(own: OwnModelType, auto_class: str, folder: str | Path) -> An
 
 
 def _config_json(folder: str | Path) -> dict[str, Any]:
-    """Read config.json of a folder; empty if there is none, as for a hub id."""
+    """Read config.json of a folder; empty where it is missing, as for a hub id."""
     try:
         content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def read_pickle(file: Path) -> Header:
-    """List the tensors of one ``.bin`` file in the order of their bytes; names that share a storage keep their order.
+    """List the tensors of one ``.bin`` file in the order of their bytes. Names that share a storage keep their order.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -43,6 +43,7 @@ def _load(file: Path) -> Any:
 
     try:
         with file.open("rb") as stream:
+            # torch would call the pointer a damaged pickle, which hides what to do.
             if stream.read(8) == b"version ":
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
         if zipfile.is_zipfile(file):
@@ -92,6 +93,7 @@ def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
         raise UnsupportedError(f"{file} was saved in the format of torch before 1.6.", _SAVE_AGAIN)
     begin = int(start + entry.storage_offset() * entry.itemsize)
     end = begin + _span(entry)
+    # A crafted stride could reach into other members of the archive.
     if end > min(start + entry.untyped_storage().nbytes(), size):
         raise CheckpointError(f"{file} is damaged: {name} reaches beyond its bytes.", "Fetch this file again.")
     strides = None if entry.is_contiguous() else entry.stride()

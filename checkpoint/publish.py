@@ -90,6 +90,7 @@ def _swap_in(folder: Path, out: Path) -> None:
             # some writers make private files, which others who may read the folder could not read
             file.chmod(file.stat().st_mode | 0o444 & ~_umask())
             flush(file)
+    # POSIX renames onto an empty folder only, so an old result must go aside first.
     if not out.exists():
         folder.rename(out)
         remove_siblings(out, _REPLACED)
@@ -103,6 +104,7 @@ def _swap_in(folder: Path, out: Path) -> None:
     try:
         folder.rename(out)
     except OSError:
+        # Put the old result back, so that a failure changes nothing.
         (old / out.name).rename(out)
         raise
     remove_siblings(out, _REPLACED)  # also what a killed run left

@@ -18,7 +18,7 @@ _PACKAGES = ("headfold", "torch", "transformers", "accelerate", "safetensors", "
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a checkpoint folder; its history is empty if there is none that can be read."""
+    """Read the record of a checkpoint folder. Its history is empty if none can be read."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Open a Hugging Face checkpoint on disk by its headers; a weight is read only when it is needed."""
+"""Open a Hugging Face checkpoint on disk by its headers. A weight is read only when it is needed."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def safetensors_name(path: Path) -> Path:
 
 
 def only_adapter(folder: Path) -> UnsupportedError | None:
-    """Make the error for a folder that holds an adapter without a model; None for any other folder."""
+    """Make the error for a folder that holds an adapter without a model, or None for any other folder."""
     if not (folder / "adapter_config.json").exists():
         return None
     return UnsupportedError(
@@ -115,6 +115,7 @@ def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:
         raise CheckpointError(f"{index} is not a valid index of shards.", "Fetch or repair this file.") from problem
     if not named:
         raise CheckpointError(f"{index} lists no tensors.", "Fetch or repair this file.")
+    # Windows paths are tested on every system, because the index may have been made for one.
     for name in dict.fromkeys(named.values()):
         outside = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or "\\" in name
         if outside or ".." in PurePosixPath(name).parts or "\0" in name or not name.endswith(form.suffix):

@@ -49,7 +49,7 @@ class Inspection:
     """The facts that config.json alone shows.
 
     Attributes:
-        dtype: dtype of the cache, which is that of config.json.
+        dtype: dtype of the cache, as config.json names it.
         cache: one row for every possible number of groups, largest first.
         route: the type that the checkpoint is rewritten as, and where that runs; None where its own type stays.
     """
@@ -72,7 +72,7 @@ class Inspection:
 def inspect_checkpoint(
     source: str | Path, *, revision: str | None = None, device_counts: Sequence[int] = SIZES
 ) -> Inspection:
-    """Look at a checkpoint through its config.json; no weights need to be there.
+    """Look at a checkpoint through its config.json. No weights need to be there.
 
     The class is built on the meta device with K KV heads and with one. The projections whose rows differ are those of K
     and V, and the difference is what the cache holds of each token for each head.

@@ -1,4 +1,4 @@
-"""Carry out a plan: headers first, then bytes, then the merged heads layer by layer; the folder appears whole."""
+"""Carry out a plan: headers first, then bytes, then the merged heads layer by layer. The folder appears whole."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def settings_from(settings: ConvertSettings | None, fields: dict[str, Any]) -> C
 
 
 def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False) -> Path:
-    """Execute ``plan``; see :func:`convert_checkpoint`."""
+    """Execute ``plan``, as described at :func:`convert_checkpoint`."""
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
     if not plan.settings.looks_at_text:
@@ -120,6 +120,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
             refinement = settled(refinement, model, requested=settings.refine is not None)
         if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
+        # The merge needs this memory, and refinement loads the source anew.
         model.release()
         _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
     if refinement is not None and refinement.work.exists():
@@ -128,7 +129,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
 
 
 def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
-    """The refinement of the result; None for none."""
+    """Prepare the refinement that the settings ask for, or return None."""
     settings = plan.settings
     steps = refinement_steps(settings, plan.model_type, by_default=plan.method.refined_by_default)
     if not plan.changes or steps == 0 or text is None:
@@ -181,6 +182,7 @@ def _fill_folder(
     unused = verify(folder)
     write_weights(plan, writer, statistics)
     refined = None if refinement is None else refinement.run(plan.source, folder)
+    # Hash after refinement, which changes the weights in place.
     digest = Checkpoint.open(folder).digest()
     entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
     write_record(folder, plan.source.folder, entry)
@@ -189,6 +191,7 @@ def _fill_folder(
 
 def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
     """Copy what stays and, meanwhile, compute what changes, one layer at a time."""
+    # Copying waits for the disk and merging for the CPU, so the two overlap.
     writer.start_copying()
     layers = plan.result.changed_layers
     with progress(plan.method_name, len(layers)) as advance, torch.no_grad():
@@ -208,7 +211,7 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
 
 
 def say_what_is_odd(plan: Plan) -> None:
-    """What the user should know before anything is written."""
+    """Tell the user about oddities before anything is written."""
     for note in plan.source.notes:
         warn(f"{plan.source.folder}: {note}.")
     for note in plan.family.notes if plan.changes else ():

@@ -97,6 +97,7 @@ def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> st
     """Say whether heads lie ``even``, are ``copied`` (each KV head on several devices) or are ``refused``."""
     if not stack.splits_heads:
         return EVEN
+    # No stack copies query heads.
     if query_heads % devices:
         return REFUSED
     if kv_heads % devices == 0:

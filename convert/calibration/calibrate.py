@@ -1,4 +1,4 @@
-"""Calibrate: read the text, and collect the statistics of the source on it, or open those that a file keeps."""
+"""Calibrate: read the text, and collect the statistics of the source on it, or open those in a file."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def calibrate(
 def saved_statistics(
     source: Checkpoint, settings: ConvertSettings, text: CalibrationText | None, layers: int
 ) -> Statistics | None:
-    """Open and check the statistics of ``settings.statistics``; None where they have yet to be collected."""
+    """Open and check the statistics of ``settings.statistics``, or return None where they have yet to be collected."""
     file = settings.statistics
     if file is not None and file.exists():
         found = Statistics.open(file)
+        # Moments of other weights could have the same shapes, and would mislead in silence.
         found.require_source(source.digest(), layers)
         if text is not None and found.metadata.get(IDS) != text.describe()[IDS]:
             raise UsageError(
@@ -106,6 +107,7 @@ def refuse_missing_device(name: str) -> None:
     """Raise UsageError where torch cannot use the device."""
     try:
         torch.empty(0, device=name)
+    # torch raises an AssertionError where it was built without CUDA.
     except (RuntimeError, AssertionError) as problem:
         raise UsageError(f"There is no device {name!r} here.", "Try --device cpu.") from problem
 
@@ -114,6 +116,7 @@ def refuse_statistics_inside(statistics: Path | None, out: Path, source: Path) -
     """Raise UsageError where the file would lie in the output, or be written into the source."""
     if statistics is None:
         return
+    # A file that exists is only read, so it may lie in the source.
     for folder in (out,) if statistics.exists() else (out, source):
         if folder.resolve() in statistics.resolve().parents:
             raise UsageError(f"The statistics {statistics} would lie in {folder}.", "Choose a path elsewhere.")

@@ -84,6 +84,7 @@ def collect_encoder_decoder_statistics(
                 shifted_BT = model.prepare_decoder_input_ids_from_labels(labels_BT.to(device))
                 model(input_ids=ids_BS.to(device), decoder_input_ids=shifted_BT, use_cache=False)
                 advance(len(ids_BS))
+        # A class that skips or repeats a projection would give moments of other text than the text that was read.
         if sums.counts != expected:
             raise UnsupportedError(
                 f"{type(model).__name__} does not send every token through its attention exactly once.",

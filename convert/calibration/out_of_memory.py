@@ -28,6 +28,7 @@ def reporting_out_of_memory(device: torch.device | str, doing: str, needs: Calla
     try:
         yield
     except RuntimeError as problem:
+        # Any other RuntimeError is a fault, whose traceback is needed.
         if not isinstance(problem, torch.OutOfMemoryError) and _OF_THE_CPU not in str(problem):
             raise
         on_cpu = torch.device(device).type == "cpu"

@@ -33,6 +33,7 @@ class SourceModel:
                     self._scratch,
                     device=self.device,
                     trust_remote_code=self._trust,
+                    # Dropout would make the statistics differ from run to run.
                 ).eval()
         return self._model
 

@@ -29,7 +29,7 @@ _SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
 def reason_against_rewriting(
     model: PreTrainedModel, layer: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
-    """Say why a change of basis inside the heads would not be exact; None where it is."""
+    """Say why a change of basis inside the heads would not be exact, or None where it is."""
     config = model.config.get_text_config()
     module = model.get_submodule(layer.module)
     own = dict(module.named_parameters())
@@ -37,6 +37,7 @@ def reason_against_rewriting(
     scalars = {name for name, weight in own.items() if _SCALARS.fullmatch(name) and len(weight) == query_heads}
     accounted = {name for name in own if _KNOWN.fullmatch(name) or (head_norms and _HEADS_NORM.fullmatch(name))}
     unknown = {name for name in own.keys() - accounted - scalars if not _PLACES.fullmatch(name)}
+    # Keys that serve as values also share a tensor, but a fused tensor has rows of its own for each.
     fused = layer.q == layer.k
     if layer.q is None or layer.o is None or ("q_proj.bias" in own and layer.q_bias is None):
         return "its query and output projections are not recognised"
@@ -48,6 +49,7 @@ def reason_against_rewriting(
         return "it normalises its values"
     if not fused and tensors[layer.q].shape[0] != query_heads * layer.head_dim:
         return f"{layer.q} holds more than the queries"
+    # Another width means that something lies between the heads and this projection.
     if tensors[layer.o].shape[1] != query_heads * layer.value_dim:
         return f"{layer.o} does not read the heads directly"
     if layer.rotary is None:

@@ -60,6 +60,7 @@ def refuse_left_behind(model: PreTrainedModel, modules: list[str]) -> None:
 
     An encoder that shares the decoder's attention class has a config of its own and may stay as it is.
     """
+    # Parameters are compared by id because equal modules may share them.
     found = [model.get_submodule(module) for module in modules]
     kinds = {(type(module), id(getattr(module, "config", None))) for module in found}
     weights = {id(weight) for module in found for weight in module.parameters()}
@@ -85,6 +86,7 @@ def in_order(model: PreTrainedModel, layers: list[AttentionLayer]) -> tuple[Atte
 
 def _refuse_one_sided(model: PreTrainedModel, module: str, parameters: list[KvParameter]) -> None:
     roles = {role for parameter in parameters for role in parameter.roles}
+    # Gemma 4 sets v_proj to None in layers whose keys serve as values.
     keys_are_values = "v" not in roles and getattr(model.get_submodule(module), "v_proj", 0) is None
     if not {"k", "v"} <= roles and not ("k" in roles and keys_are_values):
         raise UnsupportedError(
@@ -95,6 +97,7 @@ def _refuse_one_sided(model: PreTrainedModel, module: str, parameters: list[KvPa
 
 def _refuse_missing(checkpoint: Checkpoint, model: PreTrainedModel, missing: list[str], present: list[str]) -> None:
     """Refuse layers that are absent on disk, unless they share their parameters with one that is there."""
+    # save_pretrained writes shared parameters under one name only.
     owners = {id(parameter) for module in present for parameter in model.get_submodule(module).parameters()}
     lost = [name for name in missing if not owners & {id(weight) for weight in model.get_submodule(name).parameters()}]
     if not lost:
@@ -126,7 +129,7 @@ class _Finder:
         self._rotary: dict[int, Rotary | None] = {}
 
     def has(self, parameters: list[KvParameter]) -> bool:
-        """Whether the module's tensors are in the files; biases may be absent (config.json decides that later)."""
+        """Whether the module's tensors are in the files. Biases may be absent (config.json decides that later)."""
         return all(
             self._whole(name) or name in self.fused_on_disk
             for parameter in parameters
@@ -144,6 +147,7 @@ class _Finder:
         q, q_bias = (self._queries(module, stored, queries, kind) for kind in ("weight", "bias"))
         head_dim, value_dim = (self._width(stored, role) for role in ("k", "v" if holders["v"] else "k"))
         self._refuse_odd_norms(stored, head_dim)
+        # The rotation is found by trial, once for each head dim instead of once for each layer.
         if head_dim not in self._rotary:
             self._rotary[head_dim] = rotary_of(self.model, self.model.get_submodule(module), head_dim)
         # Some classes wrap their linear layers, so that the weight lies one level deeper.
@@ -187,7 +191,7 @@ class _Finder:
                 raise UnsupportedError(f"{one.names[0]} depends on the number of KV heads in a way that is not known.")
 
     def _stored(self, parameters: list[KvParameter]) -> tuple[StoredHeads, ...]:
-        """Look up the parameters on disk, k and v first; the parts of one disk tensor become one."""
+        """Look up the parameters on disk, k and v first. The parts of one disk tensor become one."""
         found: dict[tuple[str, ...], StoredHeads] = {}
         for parameter in parameters:
             if all(name in self.fused_on_disk for name in parameter.names):
@@ -249,6 +253,7 @@ class _Finder:
                 f"({self.numbers.kv_heads} KV heads).",
                 "The config.json belongs to another checkpoint, or its number of KV heads is wrong.",
             )
+        # Quantised heads have scales of their own, so the mean of their codes says nothing.
         if info.dtype not in FLOATS:
             raise UnsupportedError(f"{found} is stored as {info.dtype}, which cannot be averaged.")
         return found

@@ -76,7 +76,7 @@ def followers_of_queries(
 
 
 def _axis(name: str, shape: tuple[int, ...], query_heads: int, per_head_norms: bool) -> int | None:
-    """Find the axis along which the parts of the query heads lie; None where the parameter is not known to have any."""
+    """Find the axis along which the parts of the query heads lie, or None where no such axis is known."""
     axis = next((axis for pattern, axis in _BY_HEAD if re.fullmatch(pattern, name)), None)
     if per_head_norms and _NORM.fullmatch(name):
         axis = 0
@@ -86,7 +86,7 @@ def _axis(name: str, shape: tuple[int, ...], query_heads: int, per_head_norms: b
 def _reason(
     model: PreTrainedModel, layer: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
-    """Say why heads cannot change places, or why their likeness cannot be measured; None where neither holds."""
+    """Say why heads cannot change places, or why their likeness cannot be measured, or None where neither holds."""
     config = model.config.get_text_config()
     module = model.get_submodule(layer.module)
     if layer.q is None or layer.o is None:

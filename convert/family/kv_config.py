@@ -52,7 +52,7 @@ class KvSetting:
 
 
 def kv_settings(model_type: ModelType, *, encoder: bool = False) -> tuple[int, tuple[KvSetting, ...]]:
-    """Find the query heads, and every number of KV heads of the text decoder; none when its class has no such setting.
+    """Find the query heads and the text decoder's numbers of KV heads, none when its class has no such setting.
 
     Args:
         encoder: find those of the encoder, too.
@@ -67,6 +67,7 @@ def kv_settings(model_type: ModelType, *, encoder: bool = False) -> tuple[int, t
         return _of_encoder_decoder(resolved, encoder)
     if encoder:
         raise UsageError(f"Models of type {model_type.name} have no encoder to convert.", "Leave --encoder out.")
+    # This comes first: these types resolve a number of KV heads too, but it follows from the switch or is ignored.
     if _is_switch(resolved):
         all_heads = int(resolved.num_attention_heads)
         return all_heads, (KvSetting((_SWITCH,), 1 if resolved.multi_query else all_heads, switch=True),)
@@ -100,6 +101,7 @@ def query_heads(resolved: Any) -> tuple[int, int]:
 
 def with_kv_heads(config: dict[str, Any], settings: Iterable[KvSetting], kv_heads: int | None = None) -> dict[str, Any]:
     """Copy config.json with these settings spelled out, at their own numbers or at ``kv_heads``."""
+    # A shallow copy would share the sub-configs with the source.
     edited = copy.deepcopy(config)
     for setting in settings:
         number = setting.heads if kv_heads is None else kv_heads
@@ -123,6 +125,7 @@ def present(config: dict[str, Any], paths: Iterable[tuple[str, ...]]) -> Iterato
 
 def _of_encoder_decoder(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSetting, ...]]:
     """Find the settings of an encoder-decoder of headfold's own."""
+    # One --groups sets both sides, so it must divide the same number of heads.
     heads, encoder_heads = query_heads(resolved)
     found = [KvSetting((DECODER,), int(getattr(resolved, DECODER)))]
     if encoder and heads != encoder_heads:
@@ -162,7 +165,7 @@ def _elsewhere(resolved: PretrainedConfig, places: tuple[tuple[str, ...], ...]) 
 
 
 def _place(config: dict[str, Any], resolved: PretrainedConfig, text: PretrainedConfig) -> tuple[str, ...]:
-    """Find the sub-config of config.json that describes the text decoder; () when it is the top level."""
+    """Find the sub-config of config.json that describes the text decoder, or () when it is the top level."""
     if text is resolved:
         return ()
     for name in type(resolved).sub_configs:

@@ -35,7 +35,7 @@ _LIMITS = (
     (re.compile(r"(num|n)_\w*layers?|n_layer|num_blocks|depths?"), 2_000),
     (re.compile(r"(num|n)_\w*(heads?|experts|groups|codebooks)|n_head"), 100_000),
 )
-"""Keys of config.json, and a number an order of magnitude above that of the largest model."""
+"""Keys of config.json, and a number an order of magnitude above the largest model's."""
 
 
 class ModelType:

@@ -85,7 +85,7 @@ def phases(gram_FMM: Tensor) -> Tensor:
 
 
 def _unit(numbers: Tensor) -> Tensor:
-    """Divide by the absolute value; 1 for zero, which has no phase."""
+    """Divide by the absolute value, with 1 for zero, which has no phase."""
     size = numbers.abs()
     return torch.where(size > 0, numbers / size.clamp_min(torch.finfo(torch.float64).tiny), torch.ones_like(numbers))
 

@@ -160,7 +160,7 @@ def _read_shared_keys(q_XDE: Tensor, rows: RotaryRows, basis: SharedBasis, per_k
 
 
 def _norm_ratio(wanted: Tensor, found: Tensor) -> Tensor:
-    """Divide; 1 where either is zero, because then there is nothing to scale."""
+    """Divide, with 1 where either is zero, because then there is nothing to scale."""
     return torch.where((wanted > 0) & (found > 0), wanted / found, torch.ones_like(wanted))
 
 

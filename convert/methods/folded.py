@@ -105,7 +105,7 @@ def principal_rows(gram_MRMR: Tensor, weight_MRR: Tensor) -> tuple[Tensor, Tenso
 
 
 def _damped(weight_FM: Tensor) -> Tensor:
-    """Raise weights a little above zero; ``tiny`` serves a plane that no query of any member reads."""
+    """Raise weights a little above zero. ``tiny`` serves a plane that no query of any member reads."""
     tiny = torch.finfo(torch.float64).tiny
     return weight_FM + (_DAMPING * weight_FM.mean(-1, keepdim=True)).clamp_min(tiny)
 
@@ -178,7 +178,7 @@ def weighted_grams(attention: Attention, context: MethodContext) -> WeightedGram
 
 @dataclass(frozen=True)
 class PredictedLoss:
-    """Shares of a layer's energy that ``folded`` would lose, by group; the layer loses their sum.
+    """Shares of a layer's energy that ``folded`` would lose, by group. The layer loses their sum.
 
     Attributes:
         keys_G: share of the energy of the scores.

@@ -103,7 +103,7 @@ def _pairwise(heads: int, cost: Cost) -> Cost:
 
 
 def _swapped(start: list[set[int]], cost: Cost, estimate: Cost, checks: int) -> list[set[int]]:
-    """Take the first swap that lowers the cost, again and again; stop after checking ``checks`` swaps."""
+    """Take the first swap that lowers the cost, again and again, and stop after checking ``checks`` swaps."""
     partition = start
     while True:
         for _, first, second, one, other in _swaps(partition, estimate):

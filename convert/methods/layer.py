@@ -63,7 +63,7 @@ def convert_attention(method: Method, attention: Attention, groups: int, context
 def _pooled_heads(
     heads: Mapping[str, Tensor], groups: int, method: Method, context: MethodContext, *, full_width: bool
 ) -> dict[str, Tensor]:
-    """Merge each tensor of keys and values alone, by role; queries in fused tensors stay."""
+    """Merge each tensor of keys and values alone, by role. Queries in fused tensors stay."""
     pool: Pool = method.load()
     merged = dict(heads)
     for role in heads:

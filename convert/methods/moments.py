@@ -153,7 +153,7 @@ def _damped_moment(second_moment: Tensor | None, hidden: int, width: int) -> tup
 
 
 def with_projections(attention: Attention, q_HDE: Tensor, k_GDE: Tensor, v_GDE: Tensor, o_CHD: Tensor) -> Attention:
-    """Give a layer new projections in the dtypes it had; a bias stays absent where it was."""
+    """Give a layer new projections in the dtypes it had. A bias stays absent where it was."""
     hidden = attention.q_HDC.shape[-1]
 
     def bias(rows_XDE: Tensor, old_XD: Tensor | None) -> Tensor | None:

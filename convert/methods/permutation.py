@@ -19,7 +19,7 @@ def query_order(order: Sequence[int], query_heads: int) -> list[int]:
 
 
 def permuted_attention(attention: Attention, order: Sequence[int]) -> Attention:
-    """Reorder the KV heads of a layer, each with its query heads; the layer's output does not change.
+    """Reorder the KV heads of a layer, each with its query heads. The layer's output does not change.
 
     Args:
         order: ``order[j]`` is the source KV head that moves to place ``j``; a permutation of range(K).

@@ -25,7 +25,7 @@ from .result_attention import Action, Prospect, ResultAttention
 
 @dataclass(frozen=True)
 class FewerHeads(ResultAttention):
-    """K KV heads become ``groups``; class and type stay."""
+    """K KV heads become ``groups``, in the same class and type."""
 
     groups: int
 

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def changes(self) -> bool:
-        """Whether the attention changes; else there are as many groups as KV heads."""
+        """Whether the attention changes. If not, there are as many groups as KV heads."""
         return bool(self.result.changed_layers)
 
     @property
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What the record should say about source and family, one sentence each."""
+        """Notes on source and family for the record, one sentence each."""
         return [*self.source.notes, *(self.family.notes if self.changes else ())]
 
     def reading(self, source: Checkpoint) -> Plan:
@@ -89,6 +89,7 @@ class Plan:
         files = []
         for file, header in self.source.headers.items():
             tensors = [
+                # Only a copied tensor has bytes in the source. ShardWriter.put brings the others.
                 OutTensor(action.name, info.dtype, action.shape, info if action.kind == "copy" else None)
                 for info in header.tensors
                 for action in (self.actions[info.name],)
@@ -106,7 +107,7 @@ class Plan:
         return sum(file.nbytes for file in self.out_files())
 
     def turns(self) -> list[str]:
-        """Say how the method turns heads, once for each kind of layer; nothing for a method that turns none."""
+        """Say how the method turns heads, once for each kind of layer. Empty for a method that turns none."""
         turns = self.method.turns
         if not self.changes or turns is None:
             return []

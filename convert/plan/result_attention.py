@@ -77,7 +77,7 @@ class ResultAttention(ABC):
     @classmethod
     @abstractmethod
     def prospect(cls, checkpoint: Checkpoint, model_type: ModelType) -> Prospect:
-        """Look ahead from config.json alone; no weights need to be there.
+        """Look ahead from config.json alone. No weights need to be there.
 
         Raises:
             UnsupportedError: no result is possible here.

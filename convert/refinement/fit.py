@@ -78,7 +78,7 @@ class LayerRegression:
 def fit_projections(
     parameters: list[nn.Parameter], problem: LayerRegression, settings: RefineSettings, advance: Advance
 ) -> tuple[float, float]:
-    """Run AdamW on ``parameters``; where the error on held-out text does not fall, they stay as they were.
+    """Run AdamW on ``parameters``. They stay as they were where the error on held-out text does not fall.
 
     Args:
         advance: called after each step.
@@ -89,7 +89,7 @@ def fit_projections(
     start = [parameter.detach().clone() for parameter in parameters]
     before = problem.held_out_error()
     groups = [{"params": [part], "lr": settings.learning_rate * size} for part, size in _sizes(parameters)]
-    # No weight decay: the fit starts at good weights, and zero is no better guess.
+    # No weight decay: the fit starts at good weights, and zero is not a better guess.
     optimizer = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, settings.steps))
     for which in _batches(problem, settings):
@@ -136,7 +136,7 @@ def _schedule(step: int, steps: int) -> float:
 
 @contextmanager
 def gradients_only_for(trained: list[nn.Parameter], model: nn.Module) -> Iterator[None]:
-    """Let only ``trained`` receive gradients; afterwards the flags of every parameter are as they were."""
+    """Let only ``trained`` receive gradients, and restore every parameter's flag afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.requires_grad_(False)
     for parameter in trained:

@@ -102,7 +102,7 @@ def require_refinable(
     *,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Raise before the conversion what refinement would raise after it; the source runs once, on a few tokens.
+    """Raise before the conversion what refinement would raise after it. The source runs once, on a few tokens.
 
     Args:
         load: gives the source as a model on ``device``.

@@ -158,7 +158,7 @@ class _LayerRefiner:
 
     @torch.no_grad()
     def _run_source(self, index: int, original: DecoderLayer) -> SourceTargets | None:
-        """Run one layer of the source, and compute the targets for the converted one; None without attention."""
+        """Run one layer of the source, and compute the targets for the converted one. Return None without attention."""
         source_BTC, after_BTC = self.states("source", index), self.states("source", index + 1)
         if original.reader is None:
             write_outputs(original, source_BTC, after_BTC, self.batch, self.device)

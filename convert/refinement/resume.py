@@ -56,7 +56,7 @@ class RefinementFolder:
 
     @staticmethod
     def beside(out: Path) -> Path:
-        """Name the folder of the refinement of ``out``; it is there until ``out`` is published."""
+        """Name the folder of the refinement of ``out``, which is there until ``out`` is published."""
         return out.parent / f"{out.name}.refinement"
 
     def _resume(self) -> None:
@@ -99,7 +99,7 @@ class RefinementFolder:
         self._work.begin()
 
     def states(self, kind: str, layer: int, shape: tuple[int, int, int]) -> Tensor:
-        """Map the file of (B, T, C) states before ``layer``; it is created where it is missing."""
+        """Map the file of (B, T, C) states before ``layer``, and create it where it is missing."""
         file = self.folder / f"{kind}-{layer:04d}"
         count = shape[0] * shape[1] * shape[2]
         if not file.exists() and hasattr(os, "posix_fallocate"):
@@ -138,5 +138,5 @@ class RefinementFolder:
 
 
 def remove_refinement_folder(folder: Path) -> None:
-    """Remove the folder of a refinement; a folder that holds something else stays."""
+    """Remove the folder of a refinement, but not a folder that holds something else."""
     WorkingFolder(folder, {}).remove()

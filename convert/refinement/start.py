@@ -77,7 +77,7 @@ class Refinement:
 
 
 def refinement_steps(settings: ConvertSettings, model_type: ModelType, *, by_default: bool) -> int:
-    """Decide on the steps per layer; 0 for no refinement.
+    """Decide on the steps per layer, 0 for no refinement.
 
     Args:
         by_default: results of the method are refined where the settings do not say otherwise.

@@ -1,4 +1,4 @@
-"""Sources that present themselves as checkpoints of their target type; nothing is computed until a tensor is read."""
+"""Sources that present themselves as checkpoints of their target type. A tensor is computed when it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lazy import LazyTensor, require_finite
 
 @dataclass(frozen=True)
 class RetypedCheckpoint(Checkpoint):
-    """A source as another type: config.json is that of the target type, folder and side files are the source's.
+    """A source as another type: config.json describes the target type, folder and side files are the source's.
 
     Attributes:
         original: the source as it is on disk.
@@ -73,6 +73,7 @@ class RewrittenCheckpoint(RetypedCheckpoint):
         """
         lazy = self.lazies[name]
         tensor = lazy.compute()
+        # Folding a norm into weights can leave the range of float16.
         require_finite(name, tensor, lazy.dtype)
         return tensor
 

@@ -92,7 +92,7 @@ def _plain_opt(config: Any) -> bool:
 
 
 def route_of(model_type: ModelType) -> Route | None:
-    """Find the route for a checkpoint from its config.json alone; None where its type has none.
+    """Find the route for a checkpoint from its config.json alone, or None where its type has none.
 
     Raises:
         UnsupportedError: the type has a route, but not with these settings.
@@ -101,6 +101,7 @@ def route_of(model_type: ModelType) -> Route | None:
     if name not in ROWS:
         return None
     source, resolved = SOURCES[name], model_type.resolved
+    # Classes with another head have tensors that a causal model of the target type cannot hold.
     usual, found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], model_type.model_class.__name__
     if found != usual:
         raise UnsupportedError(f"Of type {name}, only {usual} can be rewritten, not {found}.")
@@ -114,7 +115,7 @@ def route_of(model_type: ModelType) -> Route | None:
 
 
 def _require_sizes(resolved: Any) -> None:
-    """Refuse sizes that no model can have; the classes would fail on them later, with messages that say less."""
+    """Refuse sizes that no model can have. The classes would fail on them later, with messages that say less."""
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     for name in names:
         size = getattr(resolved, name, 1)
@@ -177,7 +178,7 @@ def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> Rewri
 
 
 def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, tied: bool) -> dict[str, Any]:
-    """Make config.json of ``target``, with all KV heads; no weights are needed.
+    """Make config.json of ``target``, with all KV heads, without reading weights.
 
     Args:
         tied: the output head is the embedding.
@@ -186,6 +187,7 @@ def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, t
     resolved = route.model_type.resolved
     ids = {key: getattr(resolved, key, None) for key in _CARRIED if key.endswith("_id")}
     carried = {key: source[key] for key in _CARRIED if source.get(key) is not None}
+    # transformers 4 writes torch_dtype and transformers 5 writes dtype, and both read the older key.
     dtype = source.get("torch_dtype") or source.get("dtype")
     return {
         "architectures": [target.class_name],
@@ -193,6 +195,7 @@ def target_config(checkpoint: Checkpoint, route: Route, target: TargetType, *, t
         **target.config(route.settings, tied),
         "use_cache": True,
         **ids,
+        # Without a name AutoTokenizer goes by model_type, which is another one now.
         **({} if names_tokenizer(checkpoint) else _tokenizer_class(route.model_type.name)),
         **carried,
         **({} if dtype is None else {"torch_dtype": dtype}),
@@ -205,7 +208,7 @@ def _tokenizer_class(source_type: str) -> dict[str, str]:
 
 
 def names_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Whether the folder says which tokenizer class it needs; otherwise the model type decides, and it changes."""
+    """Whether the folder says which tokenizer class it needs. Otherwise the model type decides, and it changes."""
     file = checkpoint.folder / "tokenizer_config.json"
     if not file.exists():
         return False

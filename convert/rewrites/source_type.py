@@ -67,6 +67,7 @@ class SourceType:
             **{name: getattr(config, key) for name, key in keys.items()},
         }
         fields |= special
+        # GPT-2 and its relatives write null for the usual width of four times the hidden size.
         fields["inner"] = 4 * fields["hidden"] if fields["inner"] is None else fields["inner"]
         return NeutralSettings(**fields)
 
