@@ -46,6 +46,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	# its source is read by a test; with its dependencies it would bring triton, of no use without a GPU
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps liger-kernel
 	touch $@
 
 clean:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -65,7 +66,11 @@ def with_settings(command_name: str, *, required: tuple[str, ...] = ()) -> Calla
             for old, name in _renamed(model):
                 if (value := values.pop(old)) is not None:
                     console.warn(f"{option_name(old)} is called {option_name(name)} now; the next release drops it.")
-                    given.setdefault(name, value)
+                    if name in given:
+                        raise UsageError(
+                            f"{option_name(old)} and {option_name(name)} are the same option.", "Leave one of them out."
+                        )
+                    given[name] = value
             for name in [one for one in model.model_fields if values.pop(f"no_{one}", False)]:
                 if name in given:
                     raise UsageError(f"--{name} and --no-{name} contradict each other.", "Leave one of them out.")
@@ -118,7 +123,9 @@ def _by_panel(model: type[Settings]) -> list[tuple[str, str]]:
         found.append((name, panel))
     # the rare options come last, wherever their fields are declared
     order = {title: place for place, title in enumerate((*model.PANELS, RARE))}
-    return sorted(found, key=lambda one: order[one[1]])
+    # what is special to this command comes before what it shares with others
+    own = vars(model).get("__annotations__", {})
+    return sorted(found, key=lambda one: (order[one[1]], one[0] not in own))
 
 
 def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
@@ -190,10 +197,11 @@ def _help(field: FieldInfo, kind: Any, *, required: bool) -> str:
     text = field.description or ""
     plain = _without_none(kind)[0]
     if get_origin(plain) is Literal and not all(choice in text for choice in get_args(plain)):
-        text += f": {', '.join(get_args(plain)[:-1])} or {get_args(plain)[-1]}"
+        text += f" ({', '.join(get_args(plain)[:-1])} or {get_args(plain)[-1]})"
     default = None if required else _default(field, None)
     shown = f" (default {default})" if default not in (None, False, "") else ""
-    return text[:1].upper() + text[1:] + shown + "."
+    literal = re.match(r"auto\b|KL\(", text)  # a value, or a name that has its capitals
+    return (text if literal else text[:1].upper() + text[1:]) + shown + "."
 
 
 def _default(field: FieldInfo, kind: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
-from typing_extensions import Self
 
 from .corpus import Columns
 from .errors import UsageError
@@ -20,6 +19,7 @@ RARE = "Rarely needed"
 
 # Passed as the context of pydantic, which reaches the validators and no field.
 _RESTORED = "restored from a dump"
+_Model = TypeVar("_Model", bound="Settings")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Settings(BaseModel):
                 )
 
     @classmethod
-    def restored(cls, values: dict[str, Any]) -> Self:
-        """Make settings from a dump. Every field stands there, given or not, so none is refused for its effect."""
+    def restored(cls: type[_Model], values: dict[str, Any]) -> _Model:
+        """Make settings from a dump. It contains every field, so the no-effect check is skipped."""
         return cls.model_validate(values, context=_RESTORED)
 
 

@@ -91,7 +91,7 @@ def _target_ids(states_1NC: Tensor) -> dict[str, Any]:
 
 
 def _nothing_read(states_1NC: Tensor) -> dict[str, Any]:
-    """Stand in for an encoder's output, which nothing reads while the decoder does nothing."""
+    """Return a placeholder for the encoder output, which is not read here."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return {**_target_ids(states_1NC), "encoder_outputs": BaseModelOutput(last_hidden_state=states_1NC[:, :1])}

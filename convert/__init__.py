@@ -1,1 +1,1 @@
-"""Conversion: fewer KV heads, by mean or by folding, with everything that cannot be done right refused by name."""
+"""Merge KV heads. Refuse checkpoints that cannot be converted correctly."""

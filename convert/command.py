@@ -45,15 +45,17 @@ def convert(
     Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
     converted correctly is refused by name, and nothing of it is left.
     """
+    if private and push_to_hub is None:
+        raise UsageError("--private would change nothing: nothing is pushed.", "Leave it out, or add --push-to-hub.")
     _warn_about_devices(settings.groups, target_tp)
     if push_to_hub is not None and not dry_run:
         require_login(push_to_hub)
-    from .run import plan_conversion, run_plan, say_what_is_odd
+    from .run import plan_conversion, run_plan, warn_about_source
 
     plan = plan_conversion(checkpoint, settings, revision=revision)
     if dry_run:
         show_plan(plan)
-        say_what_is_odd(plan)
+        warn_about_source(plan)
         return
     run_plan(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     console.result(out)

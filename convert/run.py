@@ -171,7 +171,7 @@ def _fill_folder(
     refinement: Refinement | None,
 ) -> None:
     """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
-    say_what_is_odd(plan)
+    warn_about_source(plan)
     if writer.sharded:
         writer.write_index()
     copy_side_files(plan.source, folder)
@@ -210,7 +210,7 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
         writer.finish(advance)
 
 
-def say_what_is_odd(plan: Plan) -> None:
+def warn_about_source(plan: Plan) -> None:
     """Tell the user about oddities before anything is written."""
     for note in plan.source.notes:
         warn(f"{plan.source.folder}: {note}.")

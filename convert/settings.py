@@ -18,7 +18,7 @@ _METHODS = "; ".join(f"{row.name}: {row.summary}" for row in METHODS.values())
 
 
 def _reads_no_text(settings: ConvertSettings) -> bool:
-    """Whether neither method, nor grouping, nor refinement looks at text."""
+    """Return True if nothing in these settings reads text."""
     method = METHODS[settings.resolved_method]
     if method.reads_text or settings.refine:
         return False
@@ -86,6 +86,12 @@ class ConvertSettings(CalibrationSettings):
             "add --calibration",
         ),
         NoEffect(
+            ("seed",),
+            lambda one: one.resolved_method != "random" and not one.may_be_refined,
+            "nothing here is random",
+            "take --method random, or refine",
+        ),
+        NoEffect(
             ("rescale",),
             lambda one: one.rescale and one.method not in ("aligned", "aligned+rescale"),
             "it belongs to --method aligned",
@@ -118,6 +124,13 @@ class ConvertSettings(CalibrationSettings):
             raise UsageError(
                 "Refinement fits to text, and there is none.", "Name some: --calibration stdlib, or a file."
             )
+
+    @property
+    def may_be_refined(self) -> bool:
+        """Whether the result is fitted to text after the method, unless its type forbids it."""
+        if self.calibration is None:
+            return False
+        return METHODS[self.resolved_method].refined_by_default if self.refine is None else self.refine > 0
 
     @property
     def looks_at_text(self) -> bool:

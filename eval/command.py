@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import console
-from ..errors import HeadfoldError
+from ..errors import HeadfoldError, UsageError
 from ..options import Out, Overwrite, Trust, share, with_settings
 from .settings import EvalSettings
 
@@ -69,6 +69,8 @@ def report(
     from .report.verdict import final_loss
     from .report.write import print_report, rebuild_report
 
+    if overwrite and out is None:
+        raise UsageError("--overwrite would change nothing: nothing is written.", "Leave it out, or add --out.")
     limit = None if fail_over is None else share(fail_over)
     found = read_and_merge(results)
     if out is not None:

@@ -29,10 +29,10 @@ class EvalSettings(RecordSettings):
     stride: int | None = Field(None, gt=0, description="tokens between two windows; default half a window")
     batch: int = Field(8, gt=0, description="windows of one forward pass")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: the dtype of the source's weights; float32 on a CPU"
+        "auto", description="dtype of the models; auto: the dtype of the source's weights, float32 on a CPU"
     )
     # a string and not a choice: torch knows more devices than could be listed
-    device: str = Field("auto", description="auto, cpu, cuda, …")
+    device: str = Field("auto", description="where to run: auto, cpu, cuda, …")
 
     repeats: Annotated[int, Panel("Decoding speed and memory")] = Field(
         3, ge=0, description="timings of each point, the models in turn; 0: no timing"
@@ -63,6 +63,18 @@ class EvalSettings(RecordSettings):
 
     PANELS: ClassVar[tuple[str, ...]] = ("Text", "Scoring", "Decoding speed and memory", "Retrieval and tasks")
     NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = (
+        NoEffect(
+            ("decode_batches", "new_tokens"),
+            lambda one: one.repeats == 0,
+            "decoding is not timed",
+            "give --repeats above 0",
+        ),
+        NoEffect(
+            ("contexts",),
+            lambda one: one.repeats == 0 and one.memory is None,
+            "decoding is not timed, and no --memory is asked about",
+            "give --repeats above 0",
+        ),
         NoEffect(("needle_lengths",), lambda one: one.needles == 0, "no passages are hidden", "give --needles"),
         NoEffect(("shots", "task_limit"), lambda one: not one.tasks, "no tasks are named", "add --tasks"),
         *RecordSettings.NO_EFFECT,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .schema import Recipe
 
 
-@with_settings("sweep", required=("calibration",))
+@with_settings("sweep")
 def sweep(
     settings: SweepSettings,
     checkpoint: Source,

@@ -26,21 +26,14 @@ class Recipe(Settings):
     uptrain: UptrainSettings
     eval: EvalSettings = EvalSettings()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _calibrate_as_it_trains(cls, content: Any) -> Any:
+    @model_validator(mode="after")
+    def _calibrate_as_it_trains(self) -> Any:
         """Calibrate at the length that the model trains at, unless the recipe says otherwise."""
-        # the message of pydantic for this is clear enough
-        if not isinstance(content, dict):
-            return content
-        convert, uptrain = content.get("convert"), content.get("uptrain")
-        if not isinstance(convert, dict) or not isinstance(uptrain, dict) or not convert.get("calibration"):
-            return content
-        # this runs before fields are read, so the old name has to be looked up, too
-        length = uptrain.get("sequence_length", uptrain.get("block"))
-        if length is None or convert.keys() & {"sequence_length", "block"}:
-            return content
-        return {**content, "convert": {**convert, "sequence_length": length}}
+        convert, said = self.convert, "sequence_length" in self.convert.model_fields_set
+        if convert.calibration is not None and not said:
+            followed = convert.model_copy(update={"sequence_length": self.uptrain.sequence_length})
+            object.__setattr__(self, "convert", followed)  # the model is frozen for everybody else
+        return self
 
 
 def load_recipe(path: str | Path) -> Recipe:

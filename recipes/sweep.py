@@ -29,9 +29,9 @@ from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_text
-from .settings import SweepSettings
+from .settings import REFINED, SweepSettings
 
-SOURCE, REFINED = "source", "+refine"
+SOURCE = "source"
 
 
 def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> Path:
@@ -46,14 +46,9 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
         UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
     checkpoint, out = str(checkpoint), Path(out)
-    for method in settings.methods:
-        if method.removesuffix(REFINED) not in METHODS:
-            raise UsageError(
-                f"There is no method {method}.", f"Methods: {', '.join(METHODS)}, each also with {REFINED}."
-            )
     source = Checkpoint.open(checkpoint)
     # refuse what is impossible before anything is measured
-    plans = [plan_conversion(checkpoint, groups=groups) for groups in settings.groups]
+    plans = [plan_conversion(source, groups=groups) for groups in settings.groups]
     # held-out by default, because calibration reads the training split
     corpus = open_corpus(settings.data, HELDOUT)
     tokenizer = load_tokenizer(source.folder)

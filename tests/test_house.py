@@ -72,3 +72,12 @@ def test_words_that_read_like_a_translation_stay_out_of_docstrings(word):
             ):
                 found.append(f"{file.relative_to(ROOT)}: {getattr(node, 'name', 'module')}")
     assert found == []
+
+
+def test_every_package_is_installed():
+    """An editable install would hide a missing one."""
+    block = re.search(r"^packages = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    listed = re.findall(r'"(headfold[\w.]*)"', block[1])
+    folders = [file.parent.relative_to(ROOT) for file in MODULES if file.name == "__init__.py"]
+    assert sorted(listed) == sorted(".".join(("headfold", *folder.parts)) for folder in folders)

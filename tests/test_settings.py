@@ -185,3 +185,43 @@ def test_a_dump_is_restored_although_it_names_fields_without_effect():
     old = {**settings.model_dump(mode="json"), "block": 64}
     del old["sequence_length"]
     assert UptrainSettings.restored(old).sequence_length == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["convert", "x", "-g", "2", "-o", "y", "--private"], "--private would change nothing"),
+        (["convert", "x", "-g", "2", "-o", "y", "--seed", "1"], "--seed would change nothing"),
+        (["report", "x", "--overwrite"], "--overwrite would change nothing"),
+        (["sweep", "x", "-o", "y", "--groups", "2", "--data", "z", "--methods", "folded"], "read calibration text"),
+        (
+            ["sweep", "x", "-o", "y", "--groups", "2", "--data", "z", "--methods", "mean", "--refine", "3"],
+            "--refine would change nothing",
+        ),
+        (
+            ["sweep", "x", "-o", "y", "--groups", "2", "--data", "z", "--methods", "mean", "--calibration", "t"],
+            "--calibration would change nothing",
+        ),
+        (["eval", "x", "-o", "y", "--data", "z", "--repeats", "0", "--new-tokens", "4"], "--new-tokens would change"),
+        (
+            ["uptrain", "x", "-o", "y", "--data", "z", "--distillation-weight", "0", "--temperature", "2"],
+            "--temperature would change nothing",
+        ),
+        (
+            ["uptrain", "x", "-o", "y", "--data", "z", "--block", "32", "--sequence-length", "64"],
+            "--block and --sequence-length are the same option",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused_on_the_command_line(arguments, says, capfd):
+    with pytest.raises(SystemExit) as ended:
+        headfold.cli.main(arguments)
+    assert ended.value.code == 2
+    assert says in capfd.readouterr().err.replace("\n", " ")
+
+
+def test_calibration_follows_training_also_where_a_recipe_is_made_in_python():
+    made = {"checkpoint": "x", "uptrain": UptrainSettings(steps=1, sequence_length=64)}
+    assert Recipe(**made, convert=ConvertSettings(groups=1, calibration="t")).convert.sequence_length == 64
+    said = ConvertSettings(groups=1, calibration="t", sequence_length=32)
+    assert Recipe(**made, convert=said).convert.sequence_length == 32

@@ -130,6 +130,12 @@ class UptrainSettings(RecordSettings):
     NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = (
         NoEffect(DISTILLATION, lambda one: one.teacher is None, "there is no teacher", "name one with --teacher"),
         NoEffect(
+            ("temperature", "divergence"),
+            lambda one: one.distillation_weight == 0,
+            "the divergence has no share in the loss",
+            "give --distillation-weight above 0",
+        ),
+        NoEffect(
             ("eval_every", "eval_tokens"),
             lambda one: one.eval_data is None,
             "no held-out text is named",

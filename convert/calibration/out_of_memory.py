@@ -1,4 +1,4 @@
-"""Report in a sentence what did not fit into memory, instead of a traceback of the allocator."""
+"""Turn an out-of-memory error into a message with a remedy."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class MomentSums:
 def writing_statistics(
     file: Path, hidden: Sequence[int], metadata: dict[str, str], *, crossing: Sequence[int] = ()
 ) -> Iterator[MomentSums]:
-    """Yield sums to add to; where the block ends without an error, ``file`` appears with their means.
+    """Yield sums to add to. Write their means to ``file`` if the block succeeds.
 
     Args:
         hidden: width C of the attention's input, layer by layer.

@@ -1,1 +1,1 @@
-"""What is known of a model type: where its attention lies on disk, and what may be changed in it."""
+"""Find where a model type keeps its attention on disk, and what may change there."""

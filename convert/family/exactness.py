@@ -29,7 +29,7 @@ _SCALARS = re.compile(r"sinks|(g|sink)_proj\.weight")
 def reason_against_rewriting(
     model: PreTrainedModel, layer: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
-    """Say why a change of basis inside the heads would not be exact, or None where it is."""
+    """Return why a basis change would be inexact, or None if it is exact."""
     config = model.config.get_text_config()
     module = model.get_submodule(layer.module)
     own = dict(module.named_parameters())

@@ -86,7 +86,7 @@ def _axis(name: str, shape: tuple[int, ...], query_heads: int, per_head_norms: b
 def _reason(
     model: PreTrainedModel, layer: AttentionLayer, tensors: Mapping[str, TensorInfo], query_heads: int
 ) -> str | None:
-    """Say why heads cannot change places, or why their likeness cannot be measured, or None where neither holds."""
+    """Return why heads cannot be reordered or compared, or None."""
     config = model.config.get_text_config()
     module = model.get_submodule(layer.module)
     if layer.q is None or layer.o is None:

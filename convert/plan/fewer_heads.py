@@ -31,7 +31,7 @@ class FewerHeads(ResultAttention):
 
     @classmethod
     def suits(cls, model_type: ModelType) -> bool:
-        """Every type; those whose class has no number of KV heads are refused when the family is found."""
+        """Return True for every type. `find_family` refuses types without a KV-head setting."""
         return True
 
     @classmethod

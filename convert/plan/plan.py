@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def changes(self) -> bool:
-        """Whether the attention changes. If not, there are as many groups as KV heads."""
+        """True if the result has fewer KV heads than the source."""
         return bool(self.result.changed_layers)
 
     @property

@@ -25,7 +25,7 @@ from ..settings import ConvertSettings
 
 @dataclass(frozen=True)
 class Action:
-    """What happens to one tensor of the source.
+    """The action for one source tensor.
 
     Attributes:
         kind: ``copy`` its bytes, ``compute`` it anew because the type changes, ``merge`` its KV heads, ``replace`` its
@@ -67,7 +67,7 @@ class ResultAttention(ABC):
     model_type: ModelType
     family: Family
 
-    # How one is chosen and made
+    # Choosing and making one
 
     @classmethod
     @abstractmethod
@@ -101,7 +101,7 @@ class ResultAttention(ABC):
             HeadfoldError: this conversion is not possible.
         """
 
-    # The parts of it
+    # Parts
 
     @property
     @abstractmethod
@@ -117,7 +117,7 @@ class ResultAttention(ABC):
     def changed_layers(self) -> list[AttentionLayer]:
         """The attention layers whose tensors change; none when the source is such a result already."""
 
-    # What is written
+    # Writing
 
     @abstractmethod
     def actions(self, method: Method, grouping: str) -> dict[str, Action]:
@@ -142,7 +142,7 @@ class ResultAttention(ABC):
     def finish(self, folder: Path) -> None:
         """Complete the other files of the result, which have been copied from the source."""
 
-    # What is told
+    # Reporting
 
     @abstractmethod
     def kv_bytes_per_token(self, side: str = "self") -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""List what somebody needs to measure the same numbers again."""
+"""List the settings needed to reproduce the numbers."""
 
 from __future__ import annotations
 

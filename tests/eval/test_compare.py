@@ -39,7 +39,11 @@ def source(save) -> str:
 def run(tmp_path, text_file):
     def compare_here(source: str, *others: str, **settings):
         call = {name: settings.pop(name) for name in ("overwrite", "command") if name in settings}
-        wanted = EvalSettings(**{"data": text_file, "window": 32, "device": "cpu", **QUICK, **settings})
+        values = {"data": text_file, "window": 32, "device": "cpu", **QUICK, **settings}
+        if values["repeats"] == 0:  # what concerns timing is refused then
+            for name in {"contexts", "decode_batches", "new_tokens"} - settings.keys():
+                del values[name]
+        wanted = EvalSettings(**values)
         return compare(source, list(others), out=tmp_path / "report", settings=wanted, **call)
 
     return compare_here

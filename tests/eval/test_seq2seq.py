@@ -169,7 +169,13 @@ def test_other_tokenizers_are_refused(tiny_t5, word_tokenizer, words_file, tmp_p
 
 def test_pairs_from_columns_are_scored(tiny_t5, pairs_file, tmp_path):
     settings = EvalSettings(
-        data=str(pairs_file), source_column="input", target_column="answer.back", tokens=None, **{**QUICK, "repeats": 0}
+        data=str(pairs_file),
+        source_column="input",
+        target_column="answer.back",
+        tokens=None,
+        window=32,
+        device="cpu",
+        repeats=0,
     )
     results = compare(str(tiny_t5), [], out=tmp_path / "report", settings=settings)
     words = sum(document.tokens for document in results.documents)

@@ -24,6 +24,9 @@ def settings(text_file):
             "window": 32,
             **changes,
         }
+        if "folded" not in methods:  # settings for text are refused where no method reads any
+            for name in {"calibration", "calibration_tokens", "sequence_length", "refine"} - changes.keys():
+                del values[name]
         return SweepSettings(groups=groups, methods=methods, **values)
 
     return make
