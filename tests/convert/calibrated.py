@@ -27,5 +27,5 @@ def with_text(plan: Plan, text: dict[str, Any], **fields: Any) -> Plan:
     return replace(plan, settings=ConvertSettings(**{**kept, **text, **fields}))
 
 
-def convert_calibrated(plan: Plan, out: Path, text: dict[str, Any], *, seed: int = 0, **options: Any) -> Path:
-    return run_plan(with_text(plan, text, seed=seed), out, **options)
+def convert_calibrated(plan: Plan, out: Path, text: dict[str, Any], **options: Any) -> Path:
+    return run_plan(with_text(plan, text), out, **options)
