@@ -371,12 +371,12 @@ def test_equal_heads_in_another_order_are_found_by_similarity(tmp_path: Path) ->
 
 def test_the_record_says_how_the_result_was_made(single: Path, tmp_path: Path) -> None:
     half = convert_checkpoint(single, tmp_path / "half", groups=4)
-    out = convert_checkpoint(half, tmp_path / "out", groups=2, method="first", seed=3)
+    out = convert_checkpoint(half, tmp_path / "out", groups=2, method="random", seed=3)
     history = json.loads((out / "headfold.json").read_text())["history"]
     assert [entry["kv_heads"] for entry in history] == [4, 2]
     assert ConvertSettings.restored(history[-1]["settings"]).groups == 2
     assert history[1]["source_digest"] == Checkpoint.open(half).digest()
-    assert history[1] | {"method": "first", "seed": 3, "kv_heads_before": 4, "model_type": "llama"} == history[1]
+    assert history[1] | {"method": "random", "seed": 3, "kv_heads_before": 4, "model_type": "llama"} == history[1]
 
 
 def test_statistics_of_another_checkpoint_are_refused(single: Path, tmp_path: Path) -> None:
