@@ -131,7 +131,7 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
 def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
     """Prepare the refinement that the settings ask for, or return None."""
     settings = plan.settings
-    steps = refinement_steps(settings, plan.model_type, by_default=plan.method.refined_by_default)
+    steps = refinement_steps(settings, plan.model_type)
     if not plan.changes or steps == 0 or text is None:
         return None
     conversion = {"number of groups": plan.groups, "method": plan.method_name, "grouping": plan.grouping}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..console import info
 from ..convert.inspect import inspect_checkpoint
+from ..convert.refinement.fit import RefineSettings
 from ..convert.run import plan_conversion
 from ..errors import CheckpointError, HeadfoldError, UsageError
 from .schema import Recipe
@@ -47,7 +48,7 @@ def _text_rows(recipe: Recipe) -> list[tuple[str, str, str]]:
     if wanted.calibration is None:
         return [("calibration text", "", "none")]
     text = f"{wanted.calibration_tokens:,} tokens of {wanted.calibration}, {wanted.sequence_length} at once"
-    steps = "default of the method" if wanted.refine is None else str(wanted.refine)
+    steps = str(wanted.refine or RefineSettings.steps) if wanted.may_be_refined else "none"
     return [("calibration text", "", text), ("refinement steps per layer", "", steps)]
 
 

@@ -156,6 +156,7 @@ def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) 
         "window": settings.window,
         "calibration": settings.calibration,
         "calibration tokens": settings.calibration_tokens,
+        "calibration sequence length": settings.sequence_length,
         "refinement steps per layer": settings.refine,
         **(targets if is_seq2seq(ModelType(source.config).resolved) else {}),
     }

@@ -76,11 +76,8 @@ class Refinement:
             require_refinable(model, source, self.layers, self.text.ids_BT, self.settings, work, device=model.device)
 
 
-def refinement_steps(settings: ConvertSettings, model_type: ModelType, *, by_default: bool) -> int:
+def refinement_steps(settings: ConvertSettings, model_type: ModelType) -> int:
     """Decide on the steps per layer, 0 for no refinement.
-
-    Args:
-        by_default: results of the method are refined where the settings do not say otherwise.
 
     Raises:
         UnsupportedError: refinement was requested, and the model is an encoder-decoder.
@@ -91,9 +88,9 @@ def refinement_steps(settings: ConvertSettings, model_type: ModelType, *, by_def
             f"Refinement is not offered for encoder-decoders ({model_type.name}).",
             "Leave --refine out, and uptrain the result.",
         )
-    if settings.refine is not None:
-        return settings.refine
-    return RefineSettings.steps if by_default and not model_type.is_encoder_decoder else 0
+    if not settings.may_be_refined or model_type.is_encoder_decoder:
+        return 0
+    return settings.refine or RefineSettings.steps
 
 
 def fit_settings(steps: int, seed: int, text: CalibrationText) -> RefineSettings:
