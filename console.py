@@ -23,7 +23,7 @@ data = Console(highlight=False, soft_wrap=True)
 
 
 def is_main_process() -> bool:
-    """Whether this process may talk. torchrun and accelerate set RANK, and only the first process talks."""
+    """Return True if this process may talk. torchrun and accelerate set RANK, and only the first process talks."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""What scoring costs: against a bare forward pass, against lm-eval, and in memory against the plain way.
+"""Measure the cost of scoring: against a bare forward pass, against lm-eval, and in memory against the plain way.
 
     python benchmarks/eval.py [CHECKPOINT] --tokens 8192
 

@@ -1,4 +1,4 @@
-"""How fast uptraining recovers what conversion lost, on the bundled model: held-out perplexity over tokens.
+"""Measure how fast uptraining recovers the loss of conversion on the bundled model: held-out perplexity over tokens.
 
     python benchmarks/recovery.py -o recovery            # all rows; a run that was stopped goes on
     python benchmarks/recovery.py -o recovery --list     # the rows, and which are done

@@ -49,7 +49,7 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is on disk.
+    """The place of one tensor on disk.
 
     Attributes:
         dtype: as safetensors spells it, for example ``BF16``.

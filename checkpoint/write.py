@@ -90,7 +90,7 @@ class ShardWriter:
 
     @property
     def sharded(self) -> bool:
-        """Whether the files need an index."""
+        """Return True if the files need an index."""
         return [file.path for file in self.files] != [Path(SINGLE_NAME)]
 
     @property

@@ -127,14 +127,14 @@ class ConvertSettings(CalibrationSettings):
 
     @property
     def may_be_refined(self) -> bool:
-        """Whether the result is fitted to text after the method, unless its type forbids it."""
+        """Return True if the result is fitted to text after the method, unless its type forbids it."""
         if self.calibration is None:
             return False
         return METHODS[self.resolved_method].refined_by_default if self.refine is None else self.refine > 0
 
     @property
     def looks_at_text(self) -> bool:
-        """Whether text, or the statistics of text, is at hand."""
+        """Return True if text, or the statistics of text, is at hand."""
         return self.calibration is not None or self.statistics is not None
 
     @property

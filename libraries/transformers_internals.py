@@ -103,13 +103,13 @@ def _module_of(instance: nn.Module) -> Any:
 
 
 def mentions_rotation(attention: nn.Module) -> bool:
-    """Whether the code of an attention class has to do with rotary positions at all."""
+    """Return True if the code of an attention class has to do with rotary positions at all."""
     cls: Any = type(attention)
     return any(word in _code_of(cls) for word in ("rotary", "rope", "position_embeddings", "freqs"))
 
 
 def normalises_keys(attention: nn.Module) -> bool:
-    """Whether an attention class normalises anything, by a module, by a flag that is on, or by a function."""
+    """Return True if an attention class normalises anything, by a module, by a flag that is on, or by a function."""
     code = re.sub(r"#.*", "", _code_of(type(attention).forward))
     for word in re.findall(r"[\w.]*norm\w*", code, re.IGNORECASE):
         own = word.removeprefix("self.")
@@ -122,7 +122,7 @@ def normalises_keys(attention: nn.Module) -> bool:
 
 
 def gates_behind_queries(attention: nn.Module) -> bool:
-    """Whether q_proj gives each head its query and, behind it, a gate of the same width (Qwen3-Next)."""
+    """Return True if q_proj gives each head its query and, behind it, a gate of the same width (Qwen3-Next)."""
     return _GATE_BEHIND_QUERIES.search(_code_of(type(attention).forward)) is not None
 
 

@@ -26,15 +26,12 @@ def sweep(
     Repeat the same command to continue a sweep that was stopped.
     """
     # imported here, like torch in all commands, so that --help is fast
-    import json
-
-    from ..eval.report.sweep import COLUMNS, RESULTS_NAME, SweepRow, table_rows
+    from ..eval.report.sweep import COLUMNS, read_sweep, table_rows
     from .sweep import sweep as run_sweep
 
     page = run_sweep(checkpoint, out, settings)
     # from the file, which also holds the rows of an earlier try
-    rows = [SweepRow(**row) for row in json.loads((out / RESULTS_NAME).read_text(encoding="utf-8"))["rows"]]
-    console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(rows))
+    console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(read_sweep(out).rows))
     console.result(page)
 
 

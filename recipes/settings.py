@@ -47,7 +47,7 @@ class SweepSettings(CalibrationSettings):
 
     @property
     def reads_text(self) -> bool:
-        """Whether any of the conversions reads calibration text."""
+        """Return True if any of the conversions reads calibration text."""
         return any(one.endswith(REFINED) or METHODS[one].reads_text for one in self.methods)
 
     NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = (

@@ -1,4 +1,4 @@
-"""What all tests share: quiet libraries, no hub, and ``tiny`` (the factory of tiny models) on the path."""
+"""Shared by all tests: quiet libraries, no hub, and ``tiny`` (the factory of tiny models) on the path."""
 
 from __future__ import annotations
 

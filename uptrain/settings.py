@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from ..settings import RARE, Flags, NoEffect, OffSwitch, Panel, RecordSettings, Tokens
 
 Resume = Literal["auto", "always", "never"]
-"""What to do about an unfinished run.
+"""Treatment of an unfinished run.
 
 ``auto`` continues it if there is one, ``always`` fails if there is none, and ``never`` discards it.
 """

@@ -195,7 +195,7 @@ def _notes(
 
 
 def full_width_norm(layer: AttentionLayer, checkpoint: Checkpoint) -> bool:
-    """Whether one norm spans all key heads of the layer."""
+    """Return True if one norm spans all key heads of the layer."""
     return any(
         stored.layout == "k_norm" and not stored.numbered and len(checkpoint.tensors[stored.names[0]].shape) == 1
         for stored in layer.stored

@@ -139,7 +139,7 @@ def _of_encoder_decoder(resolved: Any, encoder: bool) -> tuple[int, tuple[KvSett
 
 
 def _is_switch(resolved: PretrainedConfig) -> bool:
-    """Whether the type knows one KV head or all: GPTBigCode, and Falcon in its old layout."""
+    """Return True if the type knows one KV head or all: GPTBigCode, and Falcon in its old layout."""
     old_falcon = resolved.model_type == "falcon" and not resolved.new_decoder_architecture
     return old_falcon or resolved.model_type == "gpt_bigcode"
 
@@ -175,7 +175,7 @@ def _place(config: dict[str, Any], resolved: PretrainedConfig, text: PretrainedC
 
 
 def _is_null(config: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether config.json says null, which means "as many as query heads"; some classes read it otherwise."""
+    """Return True if config.json says null, which means "as many as query heads"; some classes read it otherwise."""
     return any(_value(config, found) is None for found in present(config, [path]))
 
 

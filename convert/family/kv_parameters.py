@@ -114,7 +114,7 @@ def _plain_parameter(name: str, shapes: _Shapes, numbers: HeadNumbers) -> KvPara
 
 
 def _in_proportion(large: int, heads: int, small: int, fewer: int) -> bool:
-    """Whether both sizes are the same whole number of rows per head."""
+    """Return True if both sizes are the same whole number of rows per head."""
     return large % heads == 0 and large * fewer == small * heads
 
 

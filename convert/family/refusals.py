@@ -117,6 +117,6 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
 
 
 def _has_weight(checkpoint: Checkpoint, scale: str) -> bool:
-    """Whether the tensor ``scale`` lies beside the weight that it scales."""
+    """Return True if the tensor ``scale`` lies beside the weight that it scales."""
     stem = re.sub(r"[._](weight_scale|scale|scale_inv|input_scale|weight_scale_inv)$", "", scale)
     return stem.removesuffix(".weight") + ".weight" in checkpoint.tensors

@@ -17,7 +17,7 @@ _POSITION = 3
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the rotary position embedding pairs the rows of a head.
+    """The pairing of a head's rows by the rotary position embedding.
 
     Attributes:
         layout: ``half`` pairs row f with row f + dim/2, ``interleaved`` pairs 2f with 2f + 1, ``none`` rotates nothing.
@@ -32,7 +32,7 @@ NOT_ROTATED = Rotary("none", 0)
 
 
 def rotary_of(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Rotary | None:
-    """How the class rotates the heads of ``attention``, or None when it is not certain.
+    """Find out how the class rotates the heads of ``attention``. None if that is not certain.
 
     The class's own ``apply_rotary_pos_emb`` turns unit vectors with the tables of its own rotary module; the result,
     a D×D matrix, must turn exactly the pairs of a known layout.

@@ -20,7 +20,7 @@ _INITIAL = {"k_norm": 1.0, "k_norm_bias": 0.0}
 
 
 def is_norm(role: str) -> bool:
-    """Whether a tensor of this role belongs to a norm of the keys."""
+    """Return True if a tensor of this role belongs to a norm of the keys."""
     return role in _INITIAL
 
 

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the method or the grouping uses the second moments of text."""
+        """Return True if the method or the grouping uses the second moments of text."""
         return self.changes and (self.method.reads_text or self.grouping != "contiguous")
 
     @property

@@ -72,7 +72,7 @@ class ResultAttention(ABC):
     @classmethod
     @abstractmethod
     def suits(cls, model_type: ModelType) -> bool:
-        """Whether checkpoints of this type get a result of this kind."""
+        """Return True if checkpoints of this type get a result of this kind."""
 
     @classmethod
     @abstractmethod

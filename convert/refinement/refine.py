@@ -203,7 +203,7 @@ class SourceTargets:
 
 
 def _adds_to_stream(original: DecoderLayer, states_BTC: Tensor) -> bool:
-    """Whether a later module of the layer reads the layer's input plus the attention's output."""
+    """Return True if a later module of the layer reads the layer's input plus the attention's output."""
     read: list[Tensor] = []
 
     def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:

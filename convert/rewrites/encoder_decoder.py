@@ -170,14 +170,14 @@ def own_target_config(checkpoint: Checkpoint, model_type: ModelType) -> dict[str
 
 
 def _ties_head(checkpoint: Checkpoint, resolved: Any) -> bool:
-    """Whether the output head is the embedding: it is not in the files, or its numbers there are the same."""
+    """Return True if the output head is the embedding: it is not in the files, or its numbers there are the same."""
     if not resolved.tie_word_embeddings or HEAD not in checkpoint.tensors:
         return bool(resolved.tie_word_embeddings)
     return _is_embedding(checkpoint, HEAD)
 
 
 def _is_embedding(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether this tensor has the numbers of the shared embedding, or the files lack the embedding."""
+    """Return True if this tensor has the numbers of the shared embedding, or the files lack the embedding."""
     embedding = next((shared for shared in EMBEDDINGS if shared in checkpoint.tensors), None)
     if embedding is None:
         return True

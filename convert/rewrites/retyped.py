@@ -33,7 +33,7 @@ class RetypedCheckpoint(Checkpoint):
 
     @property
     def unchanged_kind(self) -> str:
-        """How a tensor outside the changed attention gets into a result: the kind of its action in the plan."""
+        """The kind of action for tensors outside the changed attention."""
         return "copy"
 
     def describe(self) -> dict[str, str]:

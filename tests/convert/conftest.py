@@ -31,7 +31,7 @@ def _turned(x_TD: Tensor, rotary: Rotary) -> Tensor:
 
 
 def block_output(attention: Attention, x_TC: Tensor) -> Tensor:
-    """What the block adds to the residual stream: causal softmax attention, head by head."""
+    """Compute the block's addition to the residual stream: causal softmax attention, head by head."""
     length, head_dim = len(x_TC), attention.q_HDC.shape[1]
     out_TC = torch.zeros(length, attention.o_CHD.shape[0], dtype=x_TC.dtype)
 

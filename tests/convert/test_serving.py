@@ -1,4 +1,4 @@
-"""What serving stacks accept: the rules of convert/serving.py, and where they are shown."""
+"""Test the numbers of heads that serving stacks accept: the rules of convert/serving.py, and where they are shown."""
 
 from __future__ import annotations
 

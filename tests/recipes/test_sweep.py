@@ -83,7 +83,7 @@ def test_a_stopped_sweep_goes_on_and_measures_nothing_twice(tiny_checkpoint, set
 def test_a_folder_measured_otherwise_is_refused_and_kept(tiny_checkpoint, settings, tmp_path):
     sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,)))
     before = (tmp_path / "out" / "sweep.json").read_bytes()
-    longer = settings("mean,folded", (1,), sequence_length=64)
+    longer = settings("mean,folded+refine", (1,), sequence_length=64)
     with pytest.raises(UsageError, match="calibration sequence length was 512 and is now 64"):
         sweep(str(tiny_checkpoint), tmp_path / "out", longer)
     with pytest.raises(UsageError, match="tokens was 300 and is now 150"):

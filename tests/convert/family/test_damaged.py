@@ -48,7 +48,7 @@ KEYS = ("x", "per_layer_config", "kv_lora_rank", "text_config", "layer_types", "
 
 
 def _paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something could be changed in a JSON value, from the top."""
+    """List the places in a JSON value that could be changed, from the top."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [at, *(path for key, one in inner for path in _paths(one, (*at, key)))]
 

@@ -1,4 +1,4 @@
-"""Where a block may be rewritten, a change of basis inside its heads leaves the real model's logits what they were.
+"""If a layer may be rewritten, a change of basis inside its heads leaves the real model's logits what they were.
 
 This is what `aligned` and `folded` rely on: the rotary layout that was found, the norms, and that nothing else looks
 inside a head. Every type that may be rewritten is checked on its own class.

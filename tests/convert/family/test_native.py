@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 REFUSALS = (ValueError, StrictDataclassError)
-"""What config and model classes raise for values that they do not take."""
+"""Errors that config and model classes raise for values that they do not take."""
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 FOLLOW_YET_REFUSED = {
     "doge": "its attention mask is computed from the values of all heads",
@@ -77,7 +77,7 @@ def test_every_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None
 
 
 def test_at_least_110_types_are_converted() -> None:
-    """What the test above found exact: every type that is not refused."""
+    """Every type that is not refused was found exact by the test above."""
     left_out = {*NEVER_BUILT, *ONE_OR_ALL}
     assert sum(_refusal(model_type) is None for model_type in TYPES if model_type not in left_out) >= 110
     assert set(FOLLOW_YET_REFUSED) <= set(TYPES)
@@ -117,7 +117,7 @@ def _run(model: Any) -> tuple[torch.Tensor, set[int]]:
 
 
 def _refusal(model_type: str) -> str | None:
-    """What headfold says of the type's config, or None when it would convert it."""
+    """Return headfold's refusal of the type's config, or None if it would convert it."""
     try:
         config = tiny_config(model_type, 4, 4).to_dict()
     except REFUSALS:  # the shrunk config is refused by the type's own rules; then its defaults must do

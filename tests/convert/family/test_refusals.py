@@ -1,4 +1,4 @@
-"""What cannot be converted correctly is refused by name, before anything is written."""
+"""Checkpoints that cannot be converted correctly are refused by name, before anything is written."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_two_processes_follow_one(name, kind, two, one):
 
 
 def test_ranks_with_unequal_numbers_of_targets_follow_one_process(two, one):
-    """Where documents are kept apart, blocks have as many targets fewer as documents open in them."""
+    """If documents are kept apart, blocks have as many targets fewer as documents open in them."""
     assert curve(two / "ddp-apart") == pytest.approx(curve(one(isolate_documents=True)), rel=TOLERANCE)
     assert curve(two / "ddp-apart") != pytest.approx(curve(one()), rel=1e-3)
 
