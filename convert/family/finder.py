@@ -129,7 +129,7 @@ class _Finder:
         self._rotary: dict[int, Rotary | None] = {}
 
     def has(self, parameters: list[KvParameter]) -> bool:
-        """Return True if the module's tensors are in the files. Biases may be absent (config.json decides that later)."""
+        """Return True if the module's tensors are in the files. Biases may be absent (config.json decides later)."""
         return all(
             self._whole(name) or name in self.fused_on_disk
             for parameter in parameters

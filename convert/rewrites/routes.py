@@ -208,7 +208,7 @@ def _tokenizer_class(source_type: str) -> dict[str, str]:
 
 
 def names_tokenizer(checkpoint: Checkpoint) -> bool:
-    """Return True if the folder says which tokenizer class it needs. Otherwise the model type decides, and it changes."""
+    """Return True if the folder says which tokenizer class it needs. Otherwise the type decides, and it changes."""
     file = checkpoint.folder / "tokenizer_config.json"
     if not file.exists():
         return False
