@@ -232,7 +232,7 @@ def _protocol_of(
 def _target_protocol(protocol: EvalProtocol, settings: EvalSettings) -> TargetProtocol | None:
     if protocol.targets is None:
         return None
-    columns = {"source_column": settings.source_column, "target_column": settings.target_column}
+    columns = {"source_column": settings.text_column, "target_column": settings.target_column}
     return TargetProtocol(**protocol.targets.describe(), **(columns if protocol.targets.from_column else {}))
 
 

@@ -14,7 +14,8 @@ from ..checkpoint.load import is_seq2seq, load_config, load_language_model, load
 from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import warn
-from ..errors import CheckpointError, DataError, UsageError
+from ..corpus import refuse_unknown_ids
+from ..errors import CheckpointError, UsageError
 from .results import CONVERTED, OTHER, SOURCE, UPTRAINED, Role
 from .scoring.windows import TokenText
 
@@ -135,12 +136,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
             )
     highest = max(document.highest for document in text.documents)
     for model in models:
-        # on a GPU such an id would end the process with an unreadable message
-        if highest >= model.vocab:
-            raise DataError(
-                f"The text holds token id {highest}, but {model.name} has {model.vocab} embeddings.",
-                "Its tokenizer does not belong to it; take both from one place.",
-            )
+        refuse_unknown_ids(highest, model.vocab, model.name)
     if text.skipped:
         warn(f"{text.skipped} documents are empty or shorter than two tokens and were skipped.")
     return text

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.record import last_entry
 from ..console import info
 from ..convert.run import plan_conversion, run_plan
-from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
+from ..corpus import HELDOUT, TRAIN, Columns, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report
@@ -77,7 +77,10 @@ def refuse_absent_text(recipe: Recipe) -> None:
         UsageError, DataError: see :func:`headfold.corpus.open_corpus`.
     """
     uptrain = recipe.uptrain
-    texts = [(recipe.convert.calibration, TRAIN, TEXT), (recipe.eval.data, HELDOUT, recipe.eval.columns)]
+    texts = [
+        (recipe.convert.calibration, TRAIN, Columns(recipe.convert.text_column)),
+        (recipe.eval.data, HELDOUT, recipe.eval.columns),
+    ]
     texts += [(uptrain.eval_data, HELDOUT, uptrain.columns)]
     texts += [(name_of(spec), TRAIN, uptrain.columns) for spec in uptrain.corpora]
     for spec, split, columns in texts:

@@ -20,7 +20,7 @@ from ..convert.family.model_type import ModelType
 from ..convert.methods.table import METHODS
 from ..convert.run import convert_checkpoint, plan_conversion
 from ..convert.settings import CalibrationSettings, ConvertSettings
-from ..corpus import HELDOUT, Corpus, open_corpus
+from ..corpus import HELDOUT, TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ..errors import UnsupportedError, UsageError
 from ..eval.measures.intervals import ratio_estimate
 from ..eval.measures.kv_cache import measure_cache
@@ -50,7 +50,12 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     # refuse what is impossible before anything is measured
     plans = [plan_conversion(source, groups=groups) for groups in settings.groups]
     # held-out by default, because calibration reads the training split
-    corpus = open_corpus(settings.data, HELDOUT)
+    columns = Columns(settings.text_column)
+    corpus = open_corpus(settings.data, HELDOUT, columns)
+    read = corpus if settings.calibration is None else open_corpus(settings.calibration, TRAIN, columns)
+    refuse_idle_column([corpus, read], columns)
+    if read.plain:  # the column is that of the other text
+        settings = settings.model_copy(update={"text_column": TEXT.text})
     tokenizer = load_tokenizer(source.folder)
     longest = position_limit(ModelType(source.config).resolved, tokenizer)
     if longest is not None and settings.window > longest:

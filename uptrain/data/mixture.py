@@ -35,7 +35,7 @@ def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Weighted
         UsageError: no name, a weight of zero, the same corpus twice, or a corpus that :func:`open_corpus` refuses.
     """
     if not specs:
-        raise UsageError("There is no corpus to train on.", "Try --data stdlib, or the path of a text file.")
+        raise UsageError("There is no corpus to train on.", "Name stdlib, or the path of a text file.")
     parts = []
     for spec in specs:
         name, weight = _name_and_weight(spec)
