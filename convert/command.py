@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import console
-from ..checkpoint.hub import push, require_login
+from ..checkpoint.folder.hub import push, require_login
 from ..errors import UsageError
 from ..options import DryRun, Out, Overwrite, Revision, Source, Trust, numbers, with_settings
 from .serving import SIZES, STACKS, parallel_warnings, shown

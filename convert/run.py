@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.card import write_card
+from ..checkpoint.folder.side_files import announce
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
@@ -216,8 +217,7 @@ def warn_about_source(plan: Plan) -> None:
         warn(f"{plan.source.folder}: {note}.")
     for note in plan.family.notes if plan.changes else ():
         warn(f"{note}.")
-    if plan.source.left_out:
-        info(f"Not copied (weights in another form, or training state): {', '.join(map(str, plan.source.left_out))}.")
+    announce(plan.source.folder, plan.source.left_out)
     plan.result.announce()
     if not plan.changes:
         copied = all(action.kind == "copy" for action in plan.actions.values())

@@ -13,13 +13,15 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, UnsupportedError
-from .header import Header, TensorInfo, dtype_name
+from ...errors import CheckpointError, UnsupportedError
+from ..git_lfs import is_pointer, pointer_error
+from ..header import Header, TensorInfo, dtype_name
 
 if TYPE_CHECKING:
     import torch
 
 _SAVE_AGAIN = "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+_LONGEST_ORDER = len(b"little")
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -38,22 +40,27 @@ def read_pickle(file: Path) -> Header:
     return Header(tuple(tensors), {})
 
 
+_DAMAGE = (
+    *(RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError),
+    zipfile.BadZipFile,
+)
+
+
 def _load(file: Path) -> Any:
     import torch
 
     try:
-        with file.open("rb") as stream:
-            # torch would call the pointer a damaged pickle, which hides what to do.
-            if stream.read(8) == b"version ":
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
+        # torch would call the pointer a damaged pickle, which hides what to do.
+        if is_pointer(file):
+            raise pointer_error(file.parent, [Path(file.name)])
         if zipfile.is_zipfile(file):
-            _refuse_other_byte_order(file)
+            _refuse_unlike_torch(file)
         return torch.load(file, map_location="meta", weights_only=True)
     except UnpicklingError as problem:
         raise _unsafe(file, str(problem)) from problem
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
+    except _DAMAGE as problem:
         # torch raises any of these for damaged bytes
         raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
 
@@ -69,20 +76,22 @@ def _unsafe(file: Path, report: str) -> CheckpointError | UnsupportedError:
     )
 
 
-def _refuse_other_byte_order(file: Path) -> None:
+def _refuse_unlike_torch(file: Path) -> None:
+    """Refuse a zip archive that torch.save did not write like this. Nothing is inflated, however large it would be."""
     with zipfile.ZipFile(file) as archive:
-        order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
-        if order is not None and archive.read(order) != b"little":
-            raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
+        members = archive.infolist()
         # torch stores members as they are; a file that was zipped again has no bytes to copy from
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        if any(one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size for one in members):
             raise UnsupportedError(f"{file} was compressed after it was written.", _SAVE_AGAIN)
+        order = next((one for one in members if one.filename.endswith("/byteorder")), None)
+        if order is not None and (order.file_size > _LONGEST_ORDER or archive.read(order) != b"little"):
+            raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
 
 
 def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
     import torch
 
-    from ..libraries.torch_internals import offset_in_file
+    from ...libraries.torch_internals import offset_in_file
 
     if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
         raise _no_state_dict(file, f"{name!r}, a {type(entry).__name__},")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 
-from ..errors import HeadfoldError, UsageError, first_line
+from ...errors import HeadfoldError, UsageError, first_line
+from .modules import module_paths
 
-FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
+FOREIGN_WEIGHTS = (
+    *("*.bin", "*.pt", "*.pth", "*.pt2", "*.pte", "*.ckpt", "*.ckpt.*", "*.h5", "*.keras", "*.msgpack", "*.npz"),
+    *("*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data*", "*.ot", "*.pb", "*.tflite"),
+    *("*.data-[0-9]*-of-[0-9]*", "*.pdparams", "*.pdopt", "*.nemo", "*.mlmodel", "*.trt", "openvino_*.xml"),
+)
 """Weights in other formats and training state. They are not copied: they would carry the source's heads along."""
 _PICKLED = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")  # only where a repository has nothing better
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -36,6 +42,9 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     # Many repositories have the same weights twice, so pickled ones are downloaded only if there are no others.
     if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, only=_PICKLED)
+    modules = module_paths(folder) if weights else []
+    if modules:  # some keep their weights in a pickled file
+        folder = _download(name, revision, only=[f"{escape(path)}/*" for path in modules])
     return folder
 
 
