@@ -25,6 +25,7 @@ from typing import Any
 
 from .console import warn
 from .errors import DataError, UsageError
+from .local_paths import expanded
 
 TRAIN, HELDOUT = "train", "heldout"
 _HELDOUT_SHARE = 10  # one module in ten
@@ -113,7 +114,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
     name, _, split = spec.partition("#")
     if not name:
         raise UsageError(f"The corpus name {spec!r} is empty.", "Try --data stdlib, or the path of a text file.")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name == "stdlib":
         _refuse_target(name, columns)
         corpus = _open_stdlib(split or default_split)
@@ -139,7 +140,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
 def is_local(spec: str) -> bool:
     """Tell whether the name means text on this machine, missing or not, and not a ``datasets`` id."""
     name = spec.partition("#")[0]
-    path = Path(name).expanduser()
+    path = expanded(name)
     return name in ("", "stdlib") or path.exists() or path.suffix in _TEXT_SUFFIXES or name.startswith((".", "/", "~"))
 
 

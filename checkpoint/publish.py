@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..errors import HeadfoldError, UsageError
+from ..output_lock import only_run
 from ..working_folder import flush
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
@@ -44,9 +45,22 @@ def refuse_overlap(source: Path, out: Path) -> None:
     Raises:
         UsageError: the two overlap.
     """
-    here, there = source.resolve(), out.expanduser().resolve()
+    here, there = source.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise UsageError(f"The output {out} and the source {source} overlap.", "Choose an output path elsewhere.")
+
+
+@contextmanager
+def claiming(out: Path, *, overwrite: bool = False) -> Iterator[None]:
+    """Hold an output for one run, from before its work begins until it is published.
+
+    Raises:
+        UsageError: ``out`` is in the way, see :func:`refuse_occupied`, or another run holds it.
+    """
+    refuse_occupied(out, overwrite)
+    with only_run(out):
+        refuse_occupied(out, overwrite)  # the run that held it may just have ended
+        yield
 
 
 @contextmanager
@@ -58,10 +72,15 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     for the same ``out`` removes it.
 
     Raises:
-        UsageError: ``out`` is in the way, see :func:`refuse_occupied`.
+        UsageError: ``out`` is in the way, see :func:`refuse_occupied`, or another run holds it.
         HeadfoldError: the disk is full or not writable.
     """
-    refuse_occupied(out, overwrite)
+    with claiming(out, overwrite=overwrite), _unfinished(out) as folder:
+        yield folder
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_siblings(out, _UNFINISHED)

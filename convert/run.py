@@ -13,12 +13,13 @@ import torch
 from ..checkpoint.card import write_card
 from ..checkpoint.folder.side_files import announce
 from ..checkpoint.modelling import write_code
-from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
-from ..checkpoint.record import write_record
+from ..checkpoint.publish import claiming, publishing, refuse_overlap
+from ..checkpoint.record import named_source, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
 from ..console import info, progress, warn
 from ..errors import UsageError
+from ..local_paths import expanded
 from ..settings import validated
 from .calibration.calibrate import (
     new_statistics,
@@ -69,7 +70,7 @@ def convert_checkpoint(
         HeadfoldError: of one of its kinds, with nothing written.
     """
     plan = plan_conversion(source, settings, revision=revision, **fields)
-    return run_plan(plan, Path(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
+    return run_plan(plan, expanded(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
 
 
 def plan_conversion(
@@ -100,8 +101,12 @@ def settings_from(settings: ConvertSettings | None, fields: dict[str, Any]) -> C
 
 def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False) -> Path:
     """Execute ``plan``, as described at :func:`convert_checkpoint`."""
-    refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    with claiming(out, overwrite=overwrite):
+        return _run_plan(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
+
+
+def _run_plan(plan: Plan, out: Path, *, overwrite: bool, trust_remote_code: bool) -> Path:
     if not plan.settings.looks_at_text:
         if plan.method.weak_without_text:
             warn(f"{plan.method_name} without calibration text can be worse than mean; add --calibration TEXT.")
@@ -186,7 +191,7 @@ def _fill_folder(
     # Hash after refinement, which changes the weights in place.
     digest = Checkpoint.open(folder).digest()
     entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
-    write_record(folder, plan.source.folder, entry)
+    write_record(folder, plan.source.folder, entry, {entry["source_digest"]: plan.source.folder})
     write_card(folder)
 
 
@@ -232,8 +237,7 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         notes.append(f"tensors that the model class does not use: {', '.join(unused)}")
     return {
         "step": "convert",
-        "source": plan.source.spec,
-        "source_folder": str(plan.source.folder.resolve()),
+        **named_source(plan.source.folder),
         "source_digest": plan.result.original.digest(),
         **plan.result.record(),
         "method": plan.method_name,

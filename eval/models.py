@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import warn
 from ..errors import CheckpointError, DataError, UsageError
+from ..local_paths import expanded
 from .results import CONVERTED, OTHER, SOURCE, UPTRAINED, Role
 from .scoring.windows import TokenText
 
@@ -93,14 +95,22 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def _short_names(folders: Sequence[Path], specs: Sequence[str]) -> list[str]:
-    """Name each model by its folder, or by the path as given where two folders have one name."""
+    """Name each model by its folder, or by more of its path where two folders have one name."""
     if len(set(specs)) < len(specs):
         raise UsageError("A checkpoint is named twice.", "Name the source once, then each model to compare with it.")
     short = [
-        spec.rstrip("/") if not Path(spec).expanduser().is_dir() else folder.name
+        spec.rstrip("/") if not expanded(spec).is_dir() else folder.name
         for spec, folder in zip(specs, folders, strict=True)
     ]
-    return short if len(set(short)) == len(short) else [spec.rstrip("/") for spec in specs]
+    return short if len(set(short)) == len(short) else _without_common_folder([spec.rstrip("/") for spec in specs])
+
+
+def _without_common_folder(names: list[str]) -> list[str]:
+    """Shorten absolute paths to the parts in which they differ: reports are passed on."""
+    if not all(Path(name).is_absolute() for name in names):
+        return names
+    common = os.path.commonpath([Path(name).parent for name in names])
+    return [os.path.relpath(name, common) for name in names]
 
 
 def _role(folder: Path) -> Role:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 
+from ...console import warn
 from ...errors import HeadfoldError, UsageError, first_line
+from ...local_paths import expanded
 from .modules import module_paths
 
 FOREIGN_WEIGHTS = (
@@ -29,7 +31,7 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     Raises:
         UsageError: there is no such folder, and no such repository can be reached.
     """
-    folder = Path(spec).expanduser()
+    folder = expanded(spec)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -96,6 +98,15 @@ def require_login(repo_id: str) -> None:
         ) from problem
 
 
+def _warn_about_paths(folder: Path) -> None:
+    """Name the files that hold paths of this user, such as a config.json of the user's own making."""
+    home = f"{Path.home()}/".encode()
+    texts = [file for ending in ("*.json", "*.md", "*.txt", "*.jsonl") for file in sorted(folder.rglob(ending))]
+    found = [file.relative_to(folder) for file in texts if ".cache" not in file.parts and home in file.read_bytes()]
+    if found and home != b"/":
+        warn(f"These files name folders of yours, and go to the hub as they are: {', '.join(map(str, found))}.")
+
+
 def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
     """Upload ``folder`` to ``repo_id``, which is created if it is missing.
 
@@ -107,6 +118,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
     """
     from huggingface_hub import HfApi
 
+    _warn_about_paths(folder)
     api = HfApi()
     try:
         # None, not False: an organisation may make its repositories private by default

@@ -203,3 +203,33 @@ def test_a_pickle_that_was_compressed_afterwards_is_refused(model: Any, tmp_path
     with pytest.raises(HeadfoldError, match=r"compressed|damaged"):
         convert_checkpoint(source, tmp_path / "out", groups=2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("member", ["archive/byteorder", "archive/data.pkl", "archive/data/0"])
+def test_a_compressed_member_is_refused_before_it_is_inflated(
+    member: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file may hold terabytes of zeros. Its directory says how each member is stored."""
+    source = _save(model, tmp_path / "m")
+    with zipfile.ZipFile(source / BIN, "w") as packed:
+        for name in ("archive/data.pkl", "archive/byteorder", "archive/data/0"):
+            method = zipfile.ZIP_DEFLATED if name == member else zipfile.ZIP_STORED
+            packed.writestr(name, b"\0" * 2**20 if name == member else b"little", method)
+
+    def inflate(*_: Any, **__: Any) -> None:
+        pytest.fail("a member was read")
+
+    monkeypatch.setattr(zipfile.ZipFile, "open", inflate)
+    with pytest.raises(UnsupportedError, match="was compressed after it was written"):
+        Checkpoint.open(source)
+
+
+def test_a_huge_member_that_names_the_order_of_bytes_is_not_read(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _save(model, tmp_path / "m")
+    with zipfile.ZipFile(source / BIN, "w") as stored:
+        stored.writestr("archive/byteorder", b"little" + b" " * 2**20)
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *_, **__: pytest.fail("the member was read"))
+    with pytest.raises(UnsupportedError, match="big-endian"):
+        Checkpoint.open(source)
