@@ -102,15 +102,14 @@ def _short_names(folders: Sequence[Path], specs: Sequence[str]) -> list[str]:
         spec.rstrip("/") if not expanded(spec).is_dir() else folder.name
         for spec, folder in zip(specs, folders, strict=True)
     ]
-    return short if len(set(short)) == len(short) else _without_common_folder([spec.rstrip("/") for spec in specs])
+    return short if len(set(short)) == len(short) else _without_common_folder(specs)
 
 
-def _without_common_folder(names: list[str]) -> list[str]:
-    """Shorten absolute paths to the parts in which they differ: reports are passed on."""
-    if not all(Path(name).is_absolute() for name in names):
-        return names
-    common = os.path.commonpath([Path(name).parent for name in names])
-    return [os.path.relpath(name, common) for name in names]
+def _without_common_folder(specs: Sequence[str]) -> list[str]:
+    """Shorten paths to the parts in which they differ: reports are passed on, and must not name a user."""
+    places = {spec: expanded(spec).absolute() for spec in specs if expanded(spec).is_dir()}
+    common = os.path.commonpath([place.parent for place in places.values()])
+    return [os.path.relpath(places[spec], common) if spec in places else spec for spec in specs]
 
 
 def _role(folder: Path) -> Role:
