@@ -24,8 +24,12 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
 
     Raises:
         UsageError: ``out`` holds something and ``overwrite`` is false. Or it is a file or link, which is never
-            replaced, or the working folder or a mount point, which cannot be.
+            replaced, or the working folder or a mount point, which cannot be. Or its path is not UTF-8.
     """
+    try:
+        str(out).encode("utf-8")
+    except UnicodeEncodeError as problem:  # safetensors opens no such file
+        raise UsageError(f"The path of the output {out} is not UTF-8.", "Choose another output path.") from problem
     if out.resolve() in (Path.cwd(), *Path.cwd().parents) or out.is_mount():
         raise UsageError(f"The output {out} is a folder that cannot be replaced.", "Name a folder inside it.")
     if not out.exists() and not out.is_symlink():

@@ -67,7 +67,7 @@ def compare(
         command: the command line to print in the report (default: the command line of this process).
 
     Returns:
-        the content of results.json.
+        the content of results.json, with whole paths where the file has only their last parts.
 
     Raises:
         UsageError: a wrong path or number, or tokenizers that differ.

@@ -21,13 +21,13 @@ MARKDOWN_NAME, HTML_NAME = "report.md", "report.html"
 
 def write_report(results: Comparison, folder: Path) -> None:
     """Write ``results.json``, ``report.md`` and ``report.html`` into an existing folder, without absolute paths."""
-    results = _published(results)
+    results = published(results)
     (folder / RESULTS_NAME).write_text(results.to_json() + "\n", encoding="utf-8")
     (folder / MARKDOWN_NAME).write_text(markdown(results), encoding="utf-8")
     (folder / HTML_NAME).write_text(html(results), encoding="utf-8")
 
 
-def _published(results: Comparison) -> Comparison:
+def published(results: Comparison) -> Comparison:
     """Shorten the paths of this machine: reports are passed on."""
     shortened: dict[str, Any] = {
         "command": public_command(results.command),
