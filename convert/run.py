@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.card import write_card
+from ..checkpoint.digest import in_background
 from ..checkpoint.folder.side_files import announce
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import claiming, publishing, refuse_overlap
@@ -162,9 +163,16 @@ def _execute(
 ) -> Path:
     """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
-    with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
+    with (
+        publishing(out, overwrite=overwrite) as folder,
+        in_background(plan.result.original.digest) as source_digest,
+        ShardWriter(folder, plan.out_files()) as writer,
+    ):
         writer.create()
-        _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
+        entry = _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
+        digest = source_digest()
+        write_record(folder, plan.source.folder, {**entry, "source_digest": digest}, {digest: plan.source.folder})
+        write_card(folder)
     return out
 
 
@@ -175,8 +183,12 @@ def _fill_folder(
     *,
     statistics: Statistics | None,
     refinement: Refinement | None,
-) -> None:
-    """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
+) -> dict[str, Any]:
+    """Write all but record and card into an output folder whose weight files ``writer`` has created.
+
+    Returns:
+        The entry of the record.
+    """
     warn_about_source(plan)
     if writer.sharded:
         writer.write_index()
@@ -188,11 +200,7 @@ def _fill_folder(
     unused = verify(folder)
     write_weights(plan, writer, statistics)
     refined = None if refinement is None else refinement.run(plan.source, folder)
-    # Hash after refinement, which changes the weights in place.
-    digest = Checkpoint.open(folder).digest()
-    entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
-    write_record(folder, plan.source.folder, entry, {entry["source_digest"]: plan.source.folder})
-    write_card(folder)
+    return {**_entry(plan, statistics, unused), "refinement": refined}
 
 
 def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
@@ -238,7 +246,6 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
     return {
         "step": "convert",
         **named_source(plan.source.folder),
-        "source_digest": plan.result.original.digest(),
         **plan.result.record(),
         "method": plan.method_name,
         "grouping": plan.grouping,

@@ -151,7 +151,7 @@ def test_a_progress_bar_shows_its_description_as_it_is(monkeypatch: pytest.Monke
 def test_paths_that_are_not_utf_8_are_no_traceback(source: Path, home: Path) -> None:
     """A byte that is no UTF-8 has no letter on a screen, in JSON or on a card."""
     strange = os.fsencode(home) + b"/m\xff"
-    os.rename(source, strange)
+    source.rename(os.fsdecode(strange))
     ended = {
         (b"convert", strange, b"-g", b"2", b"-o", b"out"): 0,
         (b"convert", strange, b"-g", b"2", b"-o", b"out\xfe"): 2,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _SAVE_AGAIN = "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
-_LONGEST_ORDER = len(b"little")
+_LONGEST_ORDER = len("little")
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -40,12 +40,6 @@ def read_pickle(file: Path) -> Header:
     return Header(tuple(tensors), {})
 
 
-_DAMAGE = (
-    *(RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError),
-    zipfile.BadZipFile,
-)
-
-
 def _load(file: Path) -> Any:
     import torch
 
@@ -54,14 +48,23 @@ def _load(file: Path) -> Any:
         if is_pointer(file):
             raise pointer_error(file.parent, [Path(file.name)])
         if zipfile.is_zipfile(file):
-            _refuse_unlike_torch(file)
+            _refuse_other_archive(file)
         return torch.load(file, map_location="meta", weights_only=True)
     except UnpicklingError as problem:
         raise _unsafe(file, str(problem)) from problem
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
-    except _DAMAGE as problem:
-        # torch raises any of these for damaged bytes
+    # zipfile and torch raise any of these for damaged bytes
+    except (
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as problem:
         raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
 
 
@@ -76,14 +79,18 @@ def _unsafe(file: Path, report: str) -> CheckpointError | UnsupportedError:
     )
 
 
-def _refuse_unlike_torch(file: Path) -> None:
-    """Refuse a zip archive that torch.save did not write like this. Nothing is inflated, however large it would be."""
+def _refuse_other_archive(file: Path) -> None:
+    """Refuse an archive that torch did not write, or wrote on a big-endian machine.
+
+    The directory of the archive decides before any member is read: a compressed one may be inflated to any size.
+    """
     with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
         # torch stores members as they are; a file that was zipped again has no bytes to copy from
-        if any(one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size for one in members):
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise UnsupportedError(f"{file} was compressed after it was written.", _SAVE_AGAIN)
-        order = next((one for one in members if one.filename.endswith("/byteorder")), None)
+        if any(member.file_size != member.compress_size for member in archive.infolist()):
+            raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.")
+        order = next((member for member in archive.infolist() if member.filename.endswith("/byteorder")), None)
         if order is not None and (order.file_size > _LONGEST_ORDER or archive.read(order) != b"little"):
             raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
 
