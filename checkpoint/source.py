@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedError
+from ..local_paths import expanded
 from .digest import combined, hash_files
 from .folder.hub import find_folder
 from .folder.side_files import find_side_files
@@ -70,7 +71,7 @@ class Checkpoint:
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no weights that can be read.
         """
-        named = Path(spec).expanduser()
+        named = expanded(spec)
         foreign = other_format(named) if named.is_file() else None
         if foreign is not None:
             raise foreign

@@ -217,6 +217,7 @@ def test_outputs_of_one_name_through_a_link_have_one_lock(tmp_path: Path) -> Non
 
 def test_processes_of_one_run_do_not_lock_each_other_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _held_elsewhere(tmp_path / "out"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", "1")
         with only_run(tmp_path / "out"):
             pass

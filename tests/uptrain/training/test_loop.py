@@ -38,7 +38,7 @@ def test_the_record_describes_the_run(finished, tiny_checkpoint, text_file):
     assert entry["step"] == "uptrain"
     assert entry["source"] == tiny_checkpoint.name
     assert (entry["steps"], entry["tokens"]) == (12, 12 * 4 * 16)
-    assert entry["data"]["corpus"] == str(text_file)
+    assert entry["data"]["corpus"] == text_file.name
     assert entry["settings"]["seed"] == 3
     assert entry["versions"]["torch"] == torch.__version__
     assert entry["heldout"]["perplexity"] == metrics(finished, "eval")[-1]["perplexity"]
