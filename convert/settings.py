@@ -10,6 +10,7 @@ from pydantic import AliasChoices, Field, field_validator
 from ..console import parse_bytes
 from ..corpus import TEXT
 from ..errors import UsageError
+from ..local_paths import expanded
 from ..settings import RARE, Flags, NoEffect, Panel, Settings, Tokens
 from .methods.table import METHODS
 
@@ -120,6 +121,11 @@ class ConvertSettings(CalibrationSettings):
         if size is not None:
             parse_bytes(size, "shard")
         return size
+
+    @field_validator("statistics")
+    @classmethod
+    def _whole_path(cls, file: Path | None) -> Path | None:
+        return None if file is None else expanded(file)
 
     def model_post_init(self, context: Any, /) -> None:
         if self.refine and self.calibration is None:

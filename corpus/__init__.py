@@ -13,9 +13,9 @@ reads a whole row group of parquet into memory.
 
 from __future__ import annotations
 
-from pathlib import Path
 
 from ..errors import DataError, UsageError
+from ..local_paths import expanded
 from .dataset import open_dataset
 from .document import TEXT, Columns, Corpus, Document, refuse_idle_column, refuse_target
 from .encoder import Encoder, refuse_unknown_ids
@@ -54,7 +54,7 @@ def open_corpus(spec: str, default_split: str = TRAIN, columns: Columns = TEXT) 
     name, split = _name_and_split(spec)
     if not name:
         raise UsageError(f"The corpus name {spec!r} is empty.", "Name stdlib, or the path of a text file.")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name == "stdlib":
         refuse_target(name, columns)
         corpus = open_stdlib(split or default_split)
@@ -80,12 +80,12 @@ def is_local(spec: str) -> bool:
     name = _name_and_split(spec)[0]
     if name in ("", "stdlib") or name.startswith((".", "/", "~")):
         return True
-    return Path(name).exists() or is_text_name(name)
+    return expanded(name).exists() or is_text_name(name)
 
 
 def _name_and_split(spec: str) -> tuple[str, str]:
     """Split ``NAME#SPLIT``. Folders of source code are called ``C#``, so a path with the sign in it comes first."""
     name, _, split = spec.rpartition("#") if "#" in spec else (spec, "", "")
-    if "/" in split or Path(spec).expanduser().exists() or is_text_name(split):
+    if "/" in split or expanded(spec).exists() or is_text_name(split):
         return spec, ""
     return name, split

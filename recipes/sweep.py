@@ -29,6 +29,8 @@ from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_text
+from ..local_paths import expanded
+from ..output_lock import only_run
 from .settings import REFINED, SweepSettings
 
 SOURCE = "source"
@@ -45,7 +47,12 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     Raises:
         UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
-    checkpoint, out = str(checkpoint), Path(out)
+    folder = expanded(out)
+    with only_run(folder):
+        return _sweep(str(checkpoint), folder, settings)
+
+
+def _sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     source = Checkpoint.open(checkpoint)
     # refuse what is impossible before anything is measured
     plans = [plan_conversion(source, groups=groups) for groups in settings.groups]
