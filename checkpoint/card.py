@@ -143,6 +143,9 @@ def _step(entry: dict[str, Any]) -> list[str]:
     rows = [[title, _number(entry[key])] for key, title in _SHOWN if entry.get(key) is not None]
     lines = [f"### {str(entry.get('step', 'step')).capitalize()}", "", "```", str(entry.get("command", "")), "```", ""]
     lines += [*_table([["", ""], *rows]), ""] if rows else []
+    quality = entry.get("quality")
+    if isinstance(quality, dict) and quality.get("summary"):
+        lines += [str(quality["summary"]), ""]
     notes = entry.get("notes")
     return lines + ([*(f"- {note}" for note in notes), ""] if isinstance(notes, list) and notes else [])
 

@@ -25,6 +25,16 @@ from .calibration.calibrate import (
     refuse_statistics_inside,
     saved_statistics,
 )
+from .calibration.quality import (
+    CONVERTED,
+    REFINED,
+    HeldOutCheck,
+    Quality,
+    exact,
+    from_saved_statistics,
+    too_little_text,
+    without_text,
+)
 from .calibration.source_model import SourceModel
 from .calibration.statistics import Statistics
 from .calibration.text import CalibrationText, read_text
@@ -101,10 +111,17 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
     """Execute ``plan``, as described at :func:`convert_checkpoint`."""
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
-    if not plan.settings.looks_at_text:
-        if plan.method.weak_without_text:
-            warn(f"{plan.method_name} without calibration text can be worse than mean; add --calibration TEXT.")
-        return _execute(plan, out, overwrite=overwrite)
+    if plan.settings.looks_at_text:
+        quality = _execute_with_text(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    else:
+        quality = _execute(plan, out, overwrite=overwrite)
+    if plan.changes:
+        quality.say()
+    return out
+
+
+def _execute_with_text(plan: Plan, out: Path, *, overwrite: bool, trust_remote_code: bool) -> Quality:
+    """Execute a plan whose settings name text, or statistics of text."""
     settings = plan.settings
     refuse_statistics_inside(settings.statistics, out, plan.source.folder)
     refuse_missing_device(settings.device)
@@ -120,12 +137,25 @@ def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_cod
             refinement = settled(refinement, model, requested=settings.refine is not None)
         if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
+        check = _held_out_check(plan, text, model, trust_remote_code)
         # The merge needs this memory, and refinement loads the source anew.
         model.release()
-        _execute(plan, out, statistics=statistics, refinement=refinement, overwrite=overwrite)
+        quality = _execute(plan, out, statistics=statistics, refinement=refinement, check=check, overwrite=overwrite)
     if refinement is not None and refinement.work.exists():
         remove_refinement_folder(refinement.work)
-    return out
+    return quality
+
+
+def _held_out_check(
+    plan: Plan, text: CalibrationText | None, model: SourceModel, trust_remote_code: bool
+) -> HeldOutCheck | None:
+    """Measure the source on held-out text; None where nothing changes, or there is no such text."""
+    if not plan.changes or text is None or text.held_out_BT is None:
+        return None
+    tokenizer = model.tokenizer() if plan.model_type.is_encoder_decoder else None
+    check = HeldOutCheck(text, tokenizer, plan.settings.device, trust_remote_code=trust_remote_code)
+    check.measure_source(model)
+    return check
 
 
 def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remote_code: bool) -> Refinement | None:
@@ -152,14 +182,14 @@ def _execute(
     *,
     statistics: Statistics | None = None,
     refinement: Refinement | None = None,
+    check: HeldOutCheck | None = None,
     overwrite: bool,
-) -> Path:
+) -> Quality:
     """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
     with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
         writer.create()
-        _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
-    return out
+        return _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement, check=check)
 
 
 def _fill_folder(
@@ -169,7 +199,8 @@ def _fill_folder(
     *,
     statistics: Statistics | None,
     refinement: Refinement | None,
-) -> None:
+    check: HeldOutCheck | None,
+) -> Quality:
     """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
     warn_about_source(plan)
     if writer.sharded:
@@ -180,24 +211,50 @@ def _fill_folder(
     plan.result.finish(folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
     unused = verify(folder)
-    write_weights(plan, writer, statistics)
+    loses_nothing = write_weights(plan, writer, statistics)
+    if check is not None:
+        check.measure(CONVERTED, folder)
     refined = None if refinement is None else refinement.run(plan.source, folder)
+    if check is not None and refined is not None:
+        check.measure(REFINED, folder)
+    quality = _quality(plan, check, loses_nothing=loses_nothing)
     # Hash after refinement, which changes the weights in place.
     digest = Checkpoint.open(folder).digest()
-    entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
+    entry = {**_entry(plan, statistics, unused), "refinement": refined, "quality": quality.record(), "digest": digest}
     write_record(folder, plan.source.folder, entry)
     write_card(folder)
+    return quality
 
 
-def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
-    """Copy what stays and, meanwhile, compute what changes, one layer at a time."""
+def _quality(plan: Plan, check: HeldOutCheck | None, *, loses_nothing: bool) -> Quality:
+    if not plan.changes:
+        return exact("No KV heads were merged")
+    if check is not None:
+        return check.quality()
+    if loses_nothing:
+        return exact("The heads of each group are equal")
+    if plan.settings.calibration is not None:
+        return too_little_text(plan.settings.calibration)
+    if plan.settings.statistics is not None:
+        return from_saved_statistics(plan.settings.statistics)
+    return without_text(plan.method, plan.model_type, queries_may_change=plan.queries_may_change)
+
+
+def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> bool:
+    """Copy what stays and, meanwhile, compute what changes, one layer at a time.
+
+    Returns:
+        True if the merge loses nothing, because the heads of each group are equal in every layer.
+    """
     # Copying waits for the disk and merging for the CPU, so the two overlap.
     writer.start_copying()
-    layers = plan.result.changed_layers
+    layers, loses_nothing = plan.result.changed_layers, True
     with progress(plan.method_name, len(layers)) as advance, torch.no_grad():
         for layer in layers:
             moment = None if statistics is None else statistics.second_moment(layer.layer)
             context = MethodContext(layer.layer, plan.settings.seed, plan.family.initializer_range, moment)
+            # Most checkpoints answer at the first layer, so the heads of one layer are read twice.
+            loses_nothing = loses_nothing and plan.result.merges_equal_heads(layer, plan.method, plan.grouping, context)
             for name, tensor in plan.result.new_tensors(layer, plan.method, plan.grouping, context).items():
                 writer.put(name, tensor)
             advance()
@@ -208,6 +265,7 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
             advance()
     with progress("copying", writer.bytes_to_copy) as advance:
         writer.finish(advance)
+    return loses_nothing
 
 
 def warn_about_source(plan: Plan) -> None:

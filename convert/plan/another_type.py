@@ -99,6 +99,9 @@ class AnotherType(ResultAttention):
     ) -> dict[str, Tensor]:
         return self.inner.new_tensors(layer, method, grouping, context)
 
+    def merges_equal_heads(self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext) -> bool:
+        return self.inner.merges_equal_heads(layer, method, grouping, context)
+
     @property
     def config_text(self) -> str:
         return self.inner.config_text

@@ -76,6 +76,11 @@ class Plan:
         return self.changes and (self.method.reads_text or self.grouping != "contiguous")
 
     @property
+    def queries_may_change(self) -> bool:
+        """Return True if methods that rewrite queries are exact for every layer."""
+        return all(layer.rewrite_obstacle is None for layer in self.family.layers)
+
+    @property
     def notes(self) -> list[str]:
         """Notes on source and family for the record, one sentence each."""
         return [*self.source.notes, *(self.family.notes if self.changes else ())]

@@ -133,6 +133,10 @@ class ResultAttention(ABC):
     ) -> dict[str, Tensor]:
         """Compute the tensors of one changed layer, by their names in the result."""
 
+    def merges_equal_heads(self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext) -> bool:
+        """Return True if the heads of each group of a changed layer are equal, so that merging them loses nothing."""
+        return False
+
     @property
     @abstractmethod
     def config_text(self) -> str:
