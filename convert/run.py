@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from .calibration.quality import (
     Quality,
     exact,
     from_saved_statistics,
+    not_asked_for,
     too_little_text,
-    without_text,
 )
 from .calibration.source_model import SourceModel
 from .calibration.statistics import Statistics
@@ -57,6 +58,7 @@ def convert_checkpoint(
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    measure: bool = True,
     **fields: Any,
 ) -> Path:
     """Turn a checkpoint with K KV heads into one with G.
@@ -70,6 +72,8 @@ def convert_checkpoint(
         settings: groups, method, calibration text and so on. Or give its fields as keywords: ``groups=8``.
         overwrite: replace an output folder that is there.
         trust_remote_code: run Python code that comes with the checkpoint, where text is read.
+        measure: measure the change on held-out calibration text, and say what the result is good for; False for a
+            caller who measures the result.
 
     Returns:
         ``out``.
@@ -78,7 +82,7 @@ def convert_checkpoint(
         HeadfoldError: of one of its kinds, with nothing written.
     """
     plan = plan_conversion(source, settings, revision=revision, **fields)
-    return run_plan(plan, Path(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
+    return run_plan(plan, Path(out), overwrite=overwrite, trust_remote_code=trust_remote_code, measure=measure)
 
 
 def plan_conversion(
@@ -107,20 +111,26 @@ def settings_from(settings: ConvertSettings | None, fields: dict[str, Any]) -> C
     return settings
 
 
-def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False) -> Path:
+def run_plan(
+    plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False, measure: bool = True
+) -> Path:
     """Execute ``plan``, as described at :func:`convert_checkpoint`."""
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    if measure:
+        say_where_it_runs(plan)
     if plan.settings.looks_at_text:
-        quality = _execute_with_text(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
+        quality = _execute_with_text(
+            plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code, measure=measure
+        )
     else:
-        quality = _execute(plan, out, overwrite=overwrite)
-    if plan.changes:
+        quality = _execute(plan, out, _Prepared(plan.without_text), overwrite=overwrite)
+    if measure and plan.changes:
         quality.say()
     return out
 
 
-def _execute_with_text(plan: Plan, out: Path, *, overwrite: bool, trust_remote_code: bool) -> Quality:
+def _execute_with_text(plan: Plan, out: Path, *, overwrite: bool, trust_remote_code: bool, measure: bool) -> Quality:
     """Execute a plan whose settings name text, or statistics of text."""
     settings = plan.settings
     refuse_statistics_inside(settings.statistics, out, plan.source.folder)
@@ -137,10 +147,11 @@ def _execute_with_text(plan: Plan, out: Path, *, overwrite: bool, trust_remote_c
             refinement = settled(refinement, model, requested=settings.refine is not None)
         if plan.reads_text and statistics is None:
             statistics = new_statistics(model, layers, settings, text, scratch)
-        check = _held_out_check(plan, text, model, trust_remote_code)
+        check = _held_out_check(plan, text, model, trust_remote_code) if measure else None
         # The merge needs this memory, and refinement loads the source anew.
         model.release()
-        quality = _execute(plan, out, statistics=statistics, refinement=refinement, check=check, overwrite=overwrite)
+        otherwise = _unmeasured(settings) if measure else not_asked_for()
+        quality = _execute(plan, out, _Prepared(otherwise, statistics, refinement, check), overwrite=overwrite)
     if refinement is not None and refinement.work.exists():
         remove_refinement_folder(refinement.work)
     return quality
@@ -176,31 +187,29 @@ def _refinement(plan: Plan, out: Path, text: CalibrationText | None, trust_remot
     )
 
 
-def _execute(
-    plan: Plan,
-    out: Path,
-    *,
-    statistics: Statistics | None = None,
-    refinement: Refinement | None = None,
-    check: HeldOutCheck | None = None,
-    overwrite: bool,
-) -> Quality:
+@dataclass(frozen=True)
+class _Prepared:
+    """What was prepared before a plan is executed.
+
+    Attributes:
+        otherwise: what to say of the quality of the result without a ``check``.
+    """
+
+    otherwise: Quality
+    statistics: Statistics | None = None
+    refinement: Refinement | None = None
+    check: HeldOutCheck | None = None
+
+
+def _execute(plan: Plan, out: Path, prepared: _Prepared, *, overwrite: bool) -> Quality:
     """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
     with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
         writer.create()
-        return _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement, check=check)
+        return _fill_folder(plan, folder, writer, prepared)
 
 
-def _fill_folder(
-    plan: Plan,
-    folder: Path,
-    writer: ShardWriter,
-    *,
-    statistics: Statistics | None,
-    refinement: Refinement | None,
-    check: HeldOutCheck | None,
-) -> Quality:
+def _fill_folder(plan: Plan, folder: Path, writer: ShardWriter, prepared: _Prepared) -> Quality:
     """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
     warn_about_source(plan)
     if writer.sharded:
@@ -211,33 +220,62 @@ def _fill_folder(
     plan.result.finish(folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
     unused = verify(folder)
-    loses_nothing = write_weights(plan, writer, statistics)
-    if check is not None:
-        check.measure(CONVERTED, folder)
-    refined = None if refinement is None else refinement.run(plan.source, folder)
-    if check is not None and refined is not None:
-        check.measure(REFINED, folder)
-    quality = _quality(plan, check, loses_nothing=loses_nothing)
+    loses_nothing = write_weights(plan, writer, prepared.statistics)
+    refined, quality = _refine_and_measure(plan, folder, prepared, loses_nothing=loses_nothing)
     # Hash after refinement, which changes the weights in place.
     digest = Checkpoint.open(folder).digest()
-    entry = {**_entry(plan, statistics, unused), "refinement": refined, "quality": quality.record(), "digest": digest}
+    entry = {
+        **_entry(plan, prepared.statistics, unused),
+        "refinement": refined,
+        "quality": quality.record(),
+        "digest": digest,
+    }
     write_record(folder, plan.source.folder, entry)
     write_card(folder)
     return quality
 
 
-def _quality(plan: Plan, check: HeldOutCheck | None, *, loses_nothing: bool) -> Quality:
-    if not plan.changes:
-        return exact("No KV heads were merged")
+def _refine_and_measure(
+    plan: Plan, folder: Path, prepared: _Prepared, *, loses_nothing: bool
+) -> tuple[dict[str, Any] | None, Quality]:
+    """Refine the weights in ``folder`` if that was prepared: its entry for the record, and the quality of the result.
+
+    Args:
+        loses_nothing: the merge was exact.
+    """
+    refinement, check = prepared.refinement, prepared.check
     if check is not None:
-        return check.quality()
-    if loses_nothing:
-        return exact("The heads of each group are equal")
-    if plan.settings.calibration is not None:
-        return too_little_text(plan.settings.calibration)
-    if plan.settings.statistics is not None:
-        return from_saved_statistics(plan.settings.statistics)
-    return without_text(plan.method, plan.model_type, queries_may_change=plan.queries_may_change)
+        check.measure(CONVERTED, folder)
+    refined = None if refinement is None else refinement.run(plan.source, folder)
+    if check is not None and refined is not None:
+        check.measure(REFINED, folder)
+    if not plan.changes:
+        return refined, exact("No KV heads were merged")
+    if check is not None:
+        return refined, check.quality()
+    if loses_nothing and refined is None:
+        return refined, exact("The heads of each group are equal")
+    return refined, prepared.otherwise
+
+
+def _unmeasured(settings: ConvertSettings) -> Quality:
+    """Say why nothing is measured although the settings name text or statistics."""
+    if settings.calibration is not None:
+        return too_little_text(settings.calibration)
+    assert settings.statistics is not None
+    return from_saved_statistics(settings.statistics)
+
+
+def say_where_it_runs(plan: Plan) -> None:
+    """Say in which engines the result runs, unless it is its source."""
+    if plan.changes or plan.result.record()["rewrite"] is not None:
+        plan.where.say()
+
+
+def warn_about_quality(plan: Plan) -> None:
+    """Say before a conversion if nobody will know how good its result is."""
+    if plan.changes and not plan.settings.looks_at_text:
+        plan.without_text.say()
 
 
 def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> bool:
@@ -294,6 +332,7 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         "source_folder": str(plan.source.folder.resolve()),
         "source_digest": plan.result.original.digest(),
         **plan.result.record(),
+        "serving": asdict(plan.where),
         "method": plan.method_name,
         "grouping": plan.grouping,
         "turned": plan.turns(),

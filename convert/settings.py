@@ -31,7 +31,9 @@ class CalibrationSettings(Settings):
     calibration: Annotated[str | None, Panel("Calibration and refinement")] = Field(
         None, description="text for the method and for refinement; never the text that you evaluate on"
     )
-    calibration_tokens: Tokens = Field(131_072, description="tokens of that text to read")
+    calibration_tokens: Tokens = Field(
+        131_072, description="tokens of that text to read; a few more are held out, to measure the result on"
+    )
     sequence_length: int = Field(
         512,
         gt=0,

@@ -166,6 +166,11 @@ def too_little_text(corpus: str) -> Quality:
     )
 
 
+def not_asked_for() -> Quality:
+    """Describe a result that its caller measures."""
+    return Quality("unknown", "Nothing was measured.")
+
+
 def _perplexity(loss: float) -> float:
     try:
         return math.exp(loss)

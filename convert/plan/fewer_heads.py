@@ -36,7 +36,7 @@ class FewerHeads(ResultAttention):
 
     @classmethod
     def prospect(cls, checkpoint: Checkpoint, model_type: ModelType) -> Prospect:
-        return Prospect(model_type, lambda groups: model_type.name)
+        return Prospect(model_type, lambda groups: checkpoint.config)
 
     @classmethod
     def read_as(cls, checkpoint: Checkpoint, model_type: ModelType, *groups: int) -> tuple[Checkpoint, ModelType]:
