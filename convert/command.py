@@ -61,6 +61,7 @@ def convert(
     plan = plan_conversion(checkpoint, settings, revision=revision)
     if dry_run:
         show_plan(plan)
+        plan.result.announce()
         warn_about_source(plan)
         say_where_it_runs(plan)
         warn_about_quality(plan)

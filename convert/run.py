@@ -117,6 +117,7 @@ def run_plan(
     """Execute ``plan``, as described at :func:`convert_checkpoint`."""
     refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    plan.result.announce()
     if measure:
         say_where_it_runs(plan)
     if plan.settings.looks_at_text:
@@ -314,7 +315,6 @@ def warn_about_source(plan: Plan) -> None:
         warn(f"{note}.")
     if plan.source.left_out:
         info(f"Not copied (weights in another form, or training state): {', '.join(map(str, plan.source.left_out))}.")
-    plan.result.announce()
     if not plan.changes:
         copied = all(action.kind == "copy" for action in plan.actions.values())
         kept = "every tensor is copied as it is" if copied else "no KV head is merged"
