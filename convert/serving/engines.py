@@ -2,7 +2,7 @@
 
 Tried means: once, by hand, on a CPU in float32, with small models of that type (most of them random) and fewer KV heads
 than query heads. The engine's log-probabilities were compared with those of transformers. docs/serving.md has the
-figures. All else was read in the sources of the engines.
+conditions. All else was read in the sources of the engines.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def test_shards_stay_and_the_record_names_the_new_type(tmp_path: Path) -> None:
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
     assert entry["rewrite"]["to"] == "headfold_t5"
     assert "trust_remote_code" in entry["serving"]["runs"]
-    assert "vLLM" in entry["rewrite"]["fails"]
+    assert "vLLM" in entry["serving"]["faults"][0]
     assert entry["kv_bytes_per_token"] == entry["kv_bytes_per_source_token"] == 2 * 2 * 16 * 4
     assert entry["encoder_converted"] is False
     card = (out / "README.md").read_text()
