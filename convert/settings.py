@@ -32,7 +32,7 @@ class CalibrationSettings(Settings):
         None, description="text for the method and for refinement; never the text that you evaluate on"
     )
     calibration_tokens: Tokens = Field(
-        131_072, description="tokens of that text to read; a few more are held out, to measure the result on"
+        131_072, description="tokens of that text to read; convert holds out a few more, to measure on"
     )
     sequence_length: int = Field(
         512,
