@@ -38,6 +38,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
+    console.drop_half_set_launch()
     # every process would do the same work and write the same output
     if console.process_count() > 1 and context.invoked_subcommand not in (None, "uptrain", "eval"):
         raise UsageError(

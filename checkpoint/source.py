@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UnsupportedError
 from .header import Header, TensorInfo, read_tensor
 from .hub import FOREIGN_WEIGHTS, find_folder
 from .record import METRICS_NAME, RECORD_NAME
-from .weights import INDEX_NAME, WeightFiles, find_weights, only_adapter
+from .weights import INDEX_NAME, WeightFiles, find_weights, other_format
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,10 @@ class Checkpoint:
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no weights that can be read.
         """
+        named = Path(spec).expanduser()
+        foreign = other_format(named) if named.is_file() else None
+        if foreign is not None:
+            raise foreign
         folder = find_folder(spec, revision, weights=weights)
         config_text, config = _read_config(folder)
         if not weights:
@@ -158,7 +162,7 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def _no_config(folder: Path) -> CheckpointError | UnsupportedError:
     missing = CheckpointError(f"{folder} has no {CONFIG_NAME}.", "Give the folder of a Hugging Face checkpoint.")
-    return only_adapter(folder) or missing
+    return other_format(folder) or missing
 
 
 def _ties_head(config: dict[str, Any]) -> bool:

@@ -97,6 +97,28 @@ def test_only_uptrain_runs_on_several_processes(capfd, monkeypatch):
     assert "nowhere" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": ""}, {"RANK": "1"}, {"LOCAL_RANK": "0", "WORLD_SIZE": " "}])
+def test_launcher_variables_of_no_launcher_change_nothing(variables, capfd, monkeypatch):
+    """Row B042: `WORLD_SIZE=` of a job template was a traceback, and RANK=1 alone printed nothing."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run("run", "demo", "--dry-run") == 0
+    assert "groups: 2" in capfd.readouterr().out
+    # accelerate reads them too, and would wait for processes that do not come
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "1.5"])
+def test_a_nonsense_number_of_processes_is_one_sentence(value, capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    assert run("run", "demo", "--dry-run") == 2
+    shown = capfd.readouterr().err
+    assert f"WORLD_SIZE is '{value}'" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_place_that_cannot_be_written_is_one_sentence(capfd, tmp_path):
     (tmp_path / "file").write_text("")
     assert run("run", "demo", "-o", str(tmp_path / "file")) == 1
