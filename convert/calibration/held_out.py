@@ -14,7 +14,7 @@ from torch.nn import functional
 from ...checkpoint.backbone import Backbone, decoder_inputs, separable_backbone
 from ...libraries.accelerate_internals import weights_in_memory
 
-_LOGITS_BYTES = 256 * 2**20
+_LOGITS_BYTES = 64 * 2**20
 """Bytes of float32 logits in memory at once."""
 
 
