@@ -55,7 +55,16 @@ def _load(file: Path) -> Any:
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
     # zipfile and torch raise any of these for damaged bytes
-    except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
+    except (
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as problem:
         raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.card import write_card
+from ..checkpoint.digest import in_background
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
@@ -205,13 +206,24 @@ class _Prepared:
 def _execute(plan: Plan, out: Path, prepared: _Prepared, *, overwrite: bool) -> Quality:
     """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
-    with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
+    with (
+        publishing(out, overwrite=overwrite) as folder,
+        in_background(plan.result.original.digest) as source_digest,
+        ShardWriter(folder, plan.out_files()) as writer,
+    ):
         writer.create()
-        return _fill_folder(plan, folder, writer, prepared)
+        entry, quality = _fill_folder(plan, folder, writer, prepared)
+        write_record(folder, plan.source.folder, {**entry, "source_digest": source_digest()})
+        write_card(folder)
+    return quality
 
 
-def _fill_folder(plan: Plan, folder: Path, writer: ShardWriter, prepared: _Prepared) -> Quality:
-    """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
+def _fill_folder(plan: Plan, folder: Path, writer: ShardWriter, prepared: _Prepared) -> tuple[dict[str, Any], Quality]:
+    """Write all but record and card into an output folder whose weight files ``writer`` has created.
+
+    Returns:
+        The entry of the record, and the quality of the result.
+    """
     warn_about_source(plan)
     if writer.sharded:
         writer.write_index()
@@ -223,17 +235,8 @@ def _fill_folder(plan: Plan, folder: Path, writer: ShardWriter, prepared: _Prepa
     unused = verify(folder)
     loses_nothing = write_weights(plan, writer, prepared.statistics)
     refined, quality = _refine_and_measure(plan, folder, prepared, loses_nothing=loses_nothing)
-    # Hash after refinement, which changes the weights in place.
-    digest = Checkpoint.open(folder).digest()
-    entry = {
-        **_entry(plan, prepared.statistics, unused),
-        "refinement": refined,
-        "quality": quality.record(),
-        "digest": digest,
-    }
-    write_record(folder, plan.source.folder, entry)
-    write_card(folder)
-    return quality
+    entry = {**_entry(plan, prepared.statistics, unused), "refinement": refined, "quality": quality.record()}
+    return entry, quality
 
 
 def _refine_and_measure(
@@ -330,7 +333,6 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         "step": "convert",
         "source": plan.source.spec,
         "source_folder": str(plan.source.folder.resolve()),
-        "source_digest": plan.result.original.digest(),
         **plan.result.record(),
         "serving": asdict(plan.where),
         "method": plan.method_name,

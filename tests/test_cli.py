@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -170,3 +172,36 @@ def test_without_colour_errors_read_the_same():
     assert done.returncode == 2
     assert done.stderr.startswith("error: There is no recipe nothing-of-that-name.\nhint: ")
     assert time.monotonic() - began < 60
+
+
+# Options of every command, and of other tools that our code names.
+FOREIGN_OPTIONS = {
+    "--help",
+    "--version",
+    "--split-mode",
+    "--num_processes",
+    "--multi_gpu",
+    "--config_file",
+    "--no",
+    "--sans",
+}
+
+
+def test_every_option_that_a_message_names_exists():
+    """A hint that names an option of another spelling sends the user to a second error."""
+    from typer.main import get_command
+
+    commands = get_command(app).commands.values()
+    known = {option for one in commands for part in one.params for option in (*part.opts, *part.secondary_opts)}
+    root = Path(cli.__file__).parent
+    sources = [root / f"{name}.py" for name in ("cli", "console", "corpus", "errors", "options", "pairs", "settings")]
+    for package in ("checkpoint", "convert", "uptrain", "eval", "recipes", "libraries"):
+        sources += (root / package).rglob("*.py")
+    named = {}
+    for file in sources:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.is_file() else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", node.value)
+                named |= dict.fromkeys(found, f"{file.name}:{node.lineno}")
+    assert len(named) > 40
+    assert {option: place for option, place in named.items() if option not in known | FOREIGN_OPTIONS} == {}

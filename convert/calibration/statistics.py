@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...checkpoint.digest import is_comparable
 from ...checkpoint.header import encode_header
 from ...errors import CheckpointError, UsageError
 from ...working_folder import writing_whole
@@ -82,6 +83,11 @@ class Statistics:
         Raises:
             UsageError: they were collected from another checkpoint.
         """
+        if SOURCE in self.metadata and not is_comparable(self.metadata[SOURCE]):
+            raise UsageError(
+                f"The statistics in {self.file} are of an older version, which cannot tell all checkpoints apart.",
+                "Collect them again: name a new file.",
+            )
         if self.metadata.get(SOURCE, digest) != digest or self.layers != layers:
             raise UsageError(
                 f"The statistics in {self.file} were collected from another checkpoint.",
