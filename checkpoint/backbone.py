@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
+_ROUNDING = 2**-6
+"""Share of the largest logit by which two bfloat16 matrix products of different shape may differ."""
+
 
 class Backbone:
     """Runs a model up to its head, and runs its head, by the model's own code, on states computed before.
@@ -69,6 +72,38 @@ class Backbone:
                 del module.forward
             else:
                 module.forward = own
+
+    def head(self, model: nn.Module, states_1NC: Tensor) -> Tensor:
+        """Run the model's own head on hidden states, and return its logits (1, N, V)."""
+        with self.answering(states_1NC) as inputs:
+            logits_1NV: Tensor = model(**inputs, use_cache=False).logits
+        return logits_1NV
+
+
+def separable_backbone(model: nn.Module, device: torch.device | str | None = None) -> Backbone | None:
+    """Find the backbone of a model whose head, on slices of its states, gives the logits of the whole model.
+
+    Three tokens are tried.
+
+    Args:
+        device: where token ids go; None means the device of the weights.
+
+    Returns:
+        The backbone, or None where the model must be run whole.
+    """
+    backbone = Backbone.of(model)
+    if backbone is None:
+        return None
+    ids_1T = torch.zeros(1, 3, dtype=torch.long, device=device or next(model.parameters()).device)
+    inputs = trial_inputs(model, ids_1T)
+    whole_1TV: Tensor = model(**inputs, use_cache=False).logits.float()
+    try:
+        hidden_1TC = backbone(**inputs, use_cache=False).last_hidden_state
+        slices = [backbone.head(model, hidden_1TC[:, place : place + 1]).float() for place in range(3)]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None  # the model's code needs more from its backbone than hidden states
+    apart = (torch.cat(slices, dim=1) - whole_1TV).abs().max()
+    return backbone if bool(apart <= _ROUNDING * whole_1TV.abs().max()) else None
 
 
 def _outputs(pair: bool) -> Any:

@@ -94,6 +94,7 @@ def _text(
         + _how_it_loads(str(converted.get("model_type"))),
         "",
         *_rewritten(history),
+        *_where_it_runs(converted),
         "## How it was made",
         "",
         *(line for entry in history for line in _step(entry)),
@@ -109,7 +110,7 @@ def _text(
 def _how_it_loads(model_type: str) -> str:
     own = OWN_TYPES.get(model_type)
     if own is None:
-        return "It loads like any checkpoint of its type; nothing else needs to be installed."
+        return "In transformers it loads like any checkpoint of its type; nothing else needs to be installed."
     return (
         "Its model class is in a file beside the weights, which `auto_map` in config.json names. Load it with "
         f"`{own.auto_class}.from_pretrained(…, trust_remote_code=True)`; nothing else needs to be installed."
@@ -117,15 +118,26 @@ def _how_it_loads(model_type: str) -> str:
 
 
 def _rewritten(history: list[dict[str, Any]]) -> list[str]:
-    """Say that the source was of another type, and where the result runs."""
+    """Say that the source was of another type."""
     found = next((entry["rewrite"] for entry in reversed(history) if entry.get("rewrite")), None)
     if found is None:
         return []
     return [
         f"The class of its source, `{found['from']}`, cannot hold fewer KV heads than query heads, so it is written as "
-        f"`{found['to']}` (`{found['class']}`), which computes the same. {found['runs']} {found['fails']}",
+        f"`{found['to']}` (`{found['class']}`), which computes the same. "
+        # where earlier versions said it
+        + " ".join(str(found[key]) for key in ("runs", "fails") if found.get(key)),
         "",
     ]
+
+
+def _where_it_runs(converted: dict[str, Any]) -> list[str]:
+    """Say which engines run the result, with those that compute something else in bold."""
+    found = converted.get("serving")
+    if not isinstance(found, dict):
+        return []
+    loud = [f"**{warning}**" for warning in found.get("warnings", ())]
+    return [" ".join([str(found.get("runs", "")), *found.get("faults", ()), *loud]), ""]
 
 
 _SHOWN = (
@@ -144,6 +156,9 @@ def _step(entry: dict[str, Any]) -> list[str]:
     rows = [[title, _number(entry[key])] for key, title in _SHOWN if entry.get(key) is not None]
     lines = [f"### {str(entry.get('step', 'step')).capitalize()}", "", "```", str(entry.get("command", "")), "```", ""]
     lines += [*_table([["", ""], *rows]), ""] if rows else []
+    quality = entry.get("quality")
+    if isinstance(quality, dict) and quality.get("summary"):
+        lines += [str(quality["summary"]), ""]
     notes = entry.get("notes")
     return lines + ([*(f"- {note}" for note in notes), ""] if isinstance(notes, list) and notes else [])
 

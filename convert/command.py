@@ -11,7 +11,7 @@ from .. import console
 from ..checkpoint.folder.hub import push, require_login
 from ..errors import UsageError
 from ..options import DryRun, Out, Overwrite, Revision, Source, Trust, numbers, path_option, with_settings
-from .serving import SIZES, STACKS, parallel_warnings, shown
+from .serving.devices import SIZES, STACKS, parallel_warnings, shown
 from .settings import ConvertSettings
 
 if TYPE_CHECKING:
@@ -40,22 +40,31 @@ def convert(
     dry_run: DryRun = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Turn a checkpoint into one with fewer KV heads, ready for transformers, vLLM, SGLang and llama.cpp.
+    """Turn a checkpoint into one with fewer KV heads.
 
-    Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. Anything that cannot be
-    converted correctly is refused by name, and nothing of it is left.
+    The result keeps its model type, so it runs in transformers and in engines that read the number of KV heads of that
+    type. A type without such a setting is written as another type, which fewer engines run. --dry-run says where.
+
+    Heads that are merged without text are a start for uptraining, not a usable model. With --calibration TEXT the heads
+    are fitted to text, and the change of perplexity is measured on a part of it that is held out.
+
+    Tensors that stay are copied byte for byte, so a checkpoint may be larger than memory. What headfold knows it cannot
+    convert correctly is refused by name, and nothing of it is left.
     """
     if private and push_to_hub is None:
         raise UsageError("--private would change nothing: nothing is pushed.", "Leave it out, or add --push-to-hub.")
     _warn_about_devices(settings.groups, target_tp)
     if push_to_hub is not None and not dry_run:
         require_login(push_to_hub)
-    from .run import plan_conversion, run_plan, warn_about_source
+    from .run import plan_conversion, run_plan, say_where_it_runs, warn_about_quality, warn_about_source
 
     plan = plan_conversion(checkpoint, settings, revision=revision)
     if dry_run:
         show_plan(plan)
+        plan.result.announce()
         warn_about_source(plan)
+        say_where_it_runs(plan)
+        warn_about_quality(plan)
         return
     run_plan(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
     console.result(out)
@@ -135,8 +144,7 @@ def inspect(
         rows,
         markdown=True,
     )
-    if found.route:
-        console.data.print(found.route, markup=False)
+    console.data.print(found.route or found.runs, markup=False)
     console.data.print(_LEGEND, markup=False)
     for row in found.cache if target_tp else ():
         for warning in parallel_warnings(row.groups, target_tp or 1):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,8 @@ from .methods.context import MethodContext
 from .methods.folded import predicted_loss
 from .methods.layer import read_attention
 from .plan.results import kind_of_result
-from .serving import REFUSED, SIZES, STACKS, not_served_by, placement, slow_kernels
+from .serving.devices import REFUSED, SIZES, STACKS, placement, slow_kernels
+from .serving.engines import not_served_by, where_it_runs
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Inspection:
         dtype: dtype of the cache, as config.json names it.
         cache: one row for every possible number of groups, largest first.
         route: the type that the checkpoint is rewritten as, and where that runs; None where its own type stays.
+        runs: where a result of its own type runs.
     """
 
     model_type: str
@@ -64,6 +67,7 @@ class Inspection:
     dtype: str
     cache: list[GroupRow]
     route: str | None = None
+    runs: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -103,10 +107,11 @@ def inspect_checkpoint(
         parameters=sum(weight.numel() for weight in model.parameters()),
         dtype=str(dtype).removeprefix("torch."),
         cache=[
-            _group_row(projections, counts, groups, dtype.itemsize, device_counts, prospect.result_type(groups))
+            _group_row(projections, counts, groups, dtype.itemsize, device_counts, prospect.result_config(groups))
             for groups in reversed(setting_counts(counts.settings[0]))
         ],
         route=prospect.route,
+        runs=where_it_runs(checkpoint.config, fewer_heads=True).text,
     )
 
 
@@ -157,7 +162,7 @@ def _group_row(
     groups: int,
     itemsize: int,
     device_counts: Sequence[int],
-    result_type: str,
+    result_config: Mapping[str, Any],
 ) -> GroupRow:
     bytes_per_token, bytes_per_source_token = (
         itemsize
@@ -170,18 +175,17 @@ def _group_row(
         bytes_per_1000_tokens=1000 * bytes_per_token,
         share_of_source=groups / counts.kv_heads,
         queries_per_head=counts.query_heads // groups,
-        devices=_placements(result_type, counts.query_heads, groups, device_counts),
+        devices=_placements(result_config, counts.query_heads, groups, device_counts),
         slow_kernels=slow_kernels(counts.query_heads, groups),
         bytes_per_source_token=bytes_per_source_token,
     )
 
 
 def _placements(
-    result_type: str, query_heads: int, groups: int, device_counts: Sequence[int]
+    result_config: Mapping[str, Any], query_heads: int, groups: int, device_counts: Sequence[int]
 ) -> dict[str, dict[int, str]]:
     """Judge every serving stack at every number of devices."""
-    # These stacks ignore the number of KV heads of this type, which is no fault as long as there is one per query head.
-    not_served = not_served_by(result_type) if groups < query_heads else ()
+    not_served = not_served_by(result_config, fewer_heads=groups < query_heads)
     return {
         stack.name: {
             devices: REFUSED if stack.name in not_served else placement(stack, query_heads, groups, devices)

@@ -34,7 +34,9 @@ class CalibrationSettings(Settings):
         None, description="text for the method and for refinement; never the text that you evaluate on"
     )
     text_column: str = Field(TEXT.text, description="column of its records that holds the text")
-    calibration_tokens: Tokens = Field(131_072, description="tokens of that text to read")
+    calibration_tokens: Tokens = Field(
+        131_072, description="tokens of that text to read; convert holds out a few more, to measure on"
+    )
     sequence_length: int = Field(
         512,
         gt=0,

@@ -13,7 +13,6 @@ reads a whole row group of parquet into memory.
 
 from __future__ import annotations
 
-
 from ..errors import DataError, UsageError
 from ..local_paths import expanded
 from .dataset import open_dataset

@@ -127,7 +127,7 @@ def _convert_and_measure(
         folder = Path(scratch) / "converted"
         began = time.perf_counter()
         try:
-            convert_checkpoint(checkpoint, folder, wanted)
+            convert_checkpoint(checkpoint, folder, wanted, measure=False)
         except UnsupportedError as problem:
             warn(f"{method} with {wanted.groups} groups is left out: {problem.message}")
             return []

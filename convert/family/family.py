@@ -12,7 +12,6 @@ from typing import Any
 
 from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UsageError
-from ..serving import ignored_by
 from .attention_layer import AttentionLayer
 from .finder import find_layers, in_order, refuse_left_behind
 from .kv_config import KvSetting, kv_settings, with_kv_heads
@@ -181,9 +180,6 @@ def _notes(
 ) -> Iterator[str]:
     if caches_all_heads:
         yield f"{model_type} caches every query head whatever its KV heads: this saves weights, but no KV cache"
-    ignored = ignored_by(model_type)
-    if ignored is not None:
-        yield ignored
     roles = {role for layer in layers for role in layer.roles()}
     if any(full_width_norm(layer, checkpoint) for layer in layers):
         yield (

@@ -52,6 +52,37 @@ def new_tensors(
     return followers | disk_tensors(family, layer, made, norms)
 
 
+def merges_equal_heads(
+    source: Checkpoint,
+    family: Family,
+    layer: AttentionLayer,
+    groups: int,
+    method: Method,
+    context: MethodContext,
+    *,
+    grouping: str = "contiguous",
+) -> bool:
+    """Return True if the heads of each group are equal to the last bit, and the method keeps such heads.
+
+    A method that rewrites queries only makes changes of basis that the output does not show, so it keeps them.
+    """
+    heads = _read_heads(source, family, layer)
+    order: Sequence[int] = range(layer.kv_heads)
+    if grouping == "similarity":
+        order = similarity_order(_attention(source, family, layer, heads), groups, context)
+    in_order = permuted_heads(heads, order, family.query_heads)
+    members = layer.kv_heads // groups
+    shared = {role: tensor for role, tensor in in_order.items() if not role.startswith("q")}
+    if any(tensor.shape[0] != layer.kv_heads for tensor in shared.values()):
+        return False
+    if any(not torch.equal(one, one[::members].repeat_interleave(members, 0)) for one in shared.values()):
+        return False
+    if method.rewrites_queries:
+        return True
+    merged = _pooled_heads(in_order, groups, method, context, full_width=full_width_norm(layer, source))
+    return all(torch.equal(merged[role].to(one.dtype), one[::members]) for role, one in shared.items())
+
+
 def convert_attention(method: Method, attention: Attention, groups: int, context: MethodContext) -> Attention:
     """Apply a method to a layer: K KV heads → ``groups``, neighbours together."""
     if method.rewrites_queries:

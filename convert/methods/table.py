@@ -35,7 +35,7 @@ class Method:
         summary: one line for ``--help``.
         rewrites_queries: it works on a whole attention layer and changes q and o as well as k and v.
         reads_text: it uses the second moments of calibration text where there are any.
-        weak_without_text: without text its result can be worse than that of ``mean``.
+        without_text: a sentence, without its full stop, on what the result is good for where no text was read.
         turns: the basis changes that it applies to the heads; None for a method that applies none.
         norms: how the weights of key norms that belong to single heads are merged: ``pooled`` by the method's own
             function, ``averaged`` as by ``mean``, or ``fresh`` as the model class starts them.
@@ -48,7 +48,7 @@ class Method:
     summary: str
     rewrites_queries: bool
     reads_text: bool
-    weak_without_text: bool
+    without_text: str
     turns: AllowedTurns | None
     norms: Literal["pooled", "averaged", "fresh"]
     default_grouping: Literal["contiguous", "similarity"]
@@ -74,7 +74,7 @@ _ROWS = (
         summary="average the heads of a group",
         rewrites_queries=False,
         reads_text=False,
-        weak_without_text=False,
+        without_text="Averaged heads are a start for uptraining, not a usable model",
         turns=None,
         norms="pooled",
         default_grouping="contiguous",
@@ -86,7 +86,7 @@ _ROWS = (
         summary="take the first head of a group",
         rewrites_queries=False,
         reads_text=False,
-        weak_without_text=False,
+        without_text="One head of each group is a start for uptraining, not a usable model",
         turns=None,
         norms="pooled",
         default_grouping="contiguous",
@@ -98,7 +98,7 @@ _ROWS = (
         summary="start each group from fresh random weights (a baseline)",
         rewrites_queries=False,
         reads_text=False,
-        weak_without_text=False,
+        without_text="Random keys and values are a baseline for uptraining, not a usable model",
         turns=None,
         norms="fresh",
         default_grouping="contiguous",
@@ -110,7 +110,7 @@ _ROWS = (
         summary="turn the heads of a group towards each other, then average them",
         rewrites_queries=True,
         reads_text=True,
-        weak_without_text=False,
+        without_text="Heads that were averaged by their weights alone are a start for uptraining, not a usable model",
         turns=_PROCRUSTES,
         norms="averaged",
         default_grouping="contiguous",
@@ -123,7 +123,7 @@ _ROWS = (
         summary="the same, then give the average the mean norm of its members",
         rewrites_queries=True,
         reads_text=True,
-        weak_without_text=False,
+        without_text="Heads that were averaged by their weights alone are a start for uptraining, not a usable model",
         turns=_PROCRUSTES,
         norms="averaged",
         default_grouping="contiguous",
@@ -135,7 +135,7 @@ _ROWS = (
         summary="compute the shared head that loses least, and fold the basis changes into queries and outputs",
         rewrites_queries=True,
         reads_text=True,
-        weak_without_text=True,
+        without_text="Without text, folded can be worse than mean: a start for uptraining, not a usable model",
         turns=_ALL_EXACT,
         norms="averaged",
         default_grouping="similarity",  # measured against contiguous, see docs/results.md

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,16 @@ class AnotherType(ResultAttention):
     def prospect(cls, checkpoint: Checkpoint, model_type: ModelType) -> Prospect:
         if model_type.name in ENCODER_DECODERS:
             target = ModelType(own_target_config(checkpoint, model_type))
-            return Prospect(target, lambda groups: target.name, describe_own(model_type))
+            return Prospect(target, lambda groups: target.config, describe_own(model_type))
         route, lacking = _runnable(_route(model_type))
         # No type has all numbers of groups where one target knows one KV head or all, and it alone can be run here.
         widest = route.target(*route.groups)
         text = " ".join([route.describe(), *lacking])
         if widest is None:
-            return Prospect(model_type, lambda groups: _name(route, groups), text)
+            return Prospect(model_type, lambda groups: _config(route, groups), text)
         tied = bool(model_type.resolved.tie_word_embeddings)
         target = ModelType(target_config(checkpoint, route, widest, tied=tied))
-        return Prospect(target, lambda groups: _name(route, groups), text)
+        return Prospect(target, lambda groups: _config(route, groups), text)
 
     @classmethod
     def read_as(
@@ -99,6 +100,9 @@ class AnotherType(ResultAttention):
     ) -> dict[str, Tensor]:
         return self.inner.new_tensors(layer, method, grouping, context)
 
+    def merges_equal_heads(self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext) -> bool:
+        return self.inner.merges_equal_heads(layer, method, grouping, context)
+
     @property
     def config_text(self) -> str:
         return self.inner.config_text
@@ -131,9 +135,9 @@ def _route(model_type: ModelType) -> Route:
     return route
 
 
-def _name(route: Route, groups: int) -> str:
+def _config(route: Route, groups: int) -> Mapping[str, Any]:
     target = route.target(groups)
-    return route.model_type.name if target is None else target.model_type
+    return route.model_type.config if target is None else route.neutral_config(target)
 
 
 def _runnable(route: Route) -> tuple[Route, list[str]]:

@@ -16,7 +16,7 @@ from ..family.family import find_family
 from ..family.kv_config import present
 from ..family.model_type import ModelType
 from ..methods.context import MethodContext
-from ..methods.layer import new_tensors
+from ..methods.layer import merges_equal_heads, new_tensors
 from ..methods.table import Method
 from ..settings import ConvertSettings
 from .config_edit import with_number
@@ -36,7 +36,7 @@ class FewerHeads(ResultAttention):
 
     @classmethod
     def prospect(cls, checkpoint: Checkpoint, model_type: ModelType) -> Prospect:
-        return Prospect(model_type, lambda groups: model_type.name)
+        return Prospect(model_type, lambda groups: checkpoint.config)
 
     @classmethod
     def read_as(cls, checkpoint: Checkpoint, model_type: ModelType, *groups: int) -> tuple[Checkpoint, ModelType]:
@@ -97,6 +97,9 @@ class FewerHeads(ResultAttention):
         self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext
     ) -> dict[str, Tensor]:
         return new_tensors(self.source, self.family, layer, self.groups, method, context, grouping=grouping)
+
+    def merges_equal_heads(self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext) -> bool:
+        return merges_equal_heads(self.source, self.family, layer, self.groups, method, context, grouping=grouping)
 
     @property
     def config_text(self) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -12,12 +13,14 @@ from ...checkpoint.folder.weights import safetensors_name
 from ...checkpoint.source import Checkpoint
 from ...checkpoint.write import OutFile, OutTensor, resharded
 from ...console import human_bytes, parse_bytes
+from ..calibration.quality import Quality, without_text
 from ..family.attention_layer import AttentionLayer
 from ..family.family import Family
 from ..family.model_type import ModelType
 from ..family.refusals import model_type_to_convert
 from ..methods.basis_change import turns_in_words
 from ..methods.table import METHODS, Method
+from ..serving.engines import WhereItRuns, where_it_runs
 from ..settings import ConvertSettings
 from .result_attention import Action, ResultAttention
 from .results import kind_of_result
@@ -79,6 +82,22 @@ class Plan:
     def notes(self) -> list[str]:
         """Notes on source and family for the record, one sentence each."""
         return [*self.source.notes, *(self.family.notes if self.changes else ())]
+
+    @property
+    def where(self) -> WhereItRuns:
+        """Say in which engines the result runs."""
+        config = json.loads(self.config_text)
+        return where_it_runs(
+            config,
+            fewer_heads=self.groups < self.family.query_heads,
+            rewritten=config.get("model_type") != self.result.original.config.get("model_type"),
+        )
+
+    @property
+    def without_text(self) -> Quality:
+        """Say what the result is good for if no text is read."""
+        queries_may_change = all(layer.rewrite_obstacle is None for layer in self.family.layers)
+        return without_text(self.method, self.model_type, queries_may_change=queries_may_change)
 
     def reading(self, source: Checkpoint) -> Plan:
         """Return the same plan, with the same tensors read from another place."""

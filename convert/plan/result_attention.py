@@ -7,7 +7,7 @@ interface only, so a new kind is one file and one entry of :data:`.results.RESUL
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,12 @@ class Prospect:
 
     Attributes:
         model_type: a type that can have each of the possible numbers of groups.
-        result_type: number of groups → name of the type of that result.
+        result_config: number of groups → the part of that result's config.json that names and describes its type.
         route: the type that the checkpoint is rewritten as, and where that runs; None where its own type stays.
     """
 
     model_type: ModelType
-    result_type: Callable[[int], str]
+    result_config: Callable[[int], Mapping[str, Any]]
     route: str | None = None
 
 
@@ -132,6 +132,10 @@ class ResultAttention(ABC):
         self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext
     ) -> dict[str, Tensor]:
         """Compute the tensors of one changed layer, by their names in the result."""
+
+    def merges_equal_heads(self, layer: AttentionLayer, method: Method, grouping: str, context: MethodContext) -> bool:
+        """Return True if the heads of each group of a changed layer are equal, so that merging them loses nothing."""
+        return False
 
     @property
     @abstractmethod

@@ -23,6 +23,7 @@ from ...errors import UnsupportedError
 from ...libraries.transformers_internals import generation_settings
 from ..family.kv_config import DECODER, ENCODER, query_heads
 from ..family.model_type import ModelType, quiet_transformers
+from ..serving.engines import where_it_runs
 from .retyped import RetypedCheckpoint
 from .routes import names_tokenizer
 
@@ -31,11 +32,6 @@ HEAD, EMBEDDINGS = "lm_head.weight", ("shared.weight", "model.shared.weight")
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _ROWS = 4096
 _IDS = ("bos_token_id", "decoder_start_token_id")
-RUNS = (
-    "It runs in transformers 4.57 and 5.24 with trust_remote_code=True, by the file of code beside the weights, and in "
-    "headfold as it is."
-)
-FAILS = "vLLM, SGLang, TensorRT-LLM and llama.cpp do not know the type, and other versions of transformers refuse it."
 
 
 @dataclass(frozen=True)
@@ -134,8 +130,6 @@ def as_own(checkpoint: Checkpoint, model_type: ModelType) -> RetypedCheckpoint:
         source_type=model_type.name,
         model_type=row.own,
         class_name=row.type.model_class,
-        runs=RUNS,
-        fails=FAILS,
     )
 
 
@@ -192,7 +186,8 @@ def _is_embedding(checkpoint: Checkpoint, name: str) -> bool:
 def describe_own(model_type: ModelType) -> str:
     """Tell what the user gets of a type of :data:`ENCODER_DECODERS`."""
     row = ENCODER_DECODERS[model_type.name]
-    return f"Kept tensor by tensor as {row.own} ({row.type.model_class}). {RUNS} {FAILS}"
+    where = where_it_runs({"model_type": row.own}, fewer_heads=True, rewritten=True)
+    return f"Kept tensor by tensor as {row.own} ({row.type.model_class}). {where.text}"
 
 
 def settle_generation(source: Checkpoint, model_type: ModelType, folder: Path) -> None:

@@ -20,7 +20,6 @@ from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files
 from ...console import info, progress, warn
 from ...errors import CheckpointError
 from ..family.verify import verify
-from ..serving import ignored_by
 from .retyped import RetypedCheckpoint, RewrittenCheckpoint
 
 _REWRITTEN = ".rewritten-"
@@ -96,14 +95,11 @@ def model_folder(checkpoint: Checkpoint) -> Path:
 
 
 def say_route(checkpoint: RetypedCheckpoint) -> None:
-    """Say which type the result will be and where it runs, before anything is written."""
+    """Say which type the result will be, before anything is written."""
     info(
         f"The class of {checkpoint.source_type} has no setting for KV heads, so it is rewritten as "
         f"{checkpoint.model_type} ({checkpoint.class_name}), which computes the same."
     )
-    info(checkpoint.runs)
-    if checkpoint.fails and ignored_by(checkpoint.model_type) is None:  # otherwise the notes of the family say it
-        warn(checkpoint.fails)
 
 
 def settle_tokenizer(source: Path, folder: Path) -> None:

@@ -22,15 +22,12 @@ class RetypedCheckpoint(Checkpoint):
         original: the source as it is on disk.
         source_type, model_type: type of the source, and the target type.
         class_name: class of the target type.
-        runs, fails: where the result runs and where it does not, a sentence each.
     """
 
     original: Checkpoint | None = None
     source_type: str = ""
     model_type: str = ""
     class_name: str = ""
-    runs: str = ""
-    fails: str = ""
 
     @property
     def unchanged_kind(self) -> str:
@@ -43,8 +40,6 @@ class RetypedCheckpoint(Checkpoint):
             "from": self.source_type,
             "to": self.model_type,
             "class": self.class_name,
-            "runs": self.runs,
-            "fails": self.fails,
         }
 
 

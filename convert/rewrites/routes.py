@@ -14,6 +14,7 @@ from ...checkpoint.source import Checkpoint
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..family.family import group_counts
 from ..family.model_type import ModelType
+from ..serving.engines import where_it_runs
 from .decoder import NeutralSettings
 from .reader import TensorReader
 from .retyped import RewrittenCheckpoint, headers_of
@@ -58,6 +59,10 @@ class Route:
     def _has(self, target: TargetType, groups: int) -> bool:
         return target.any_groups or groups in (1, self.heads)
 
+    def neutral_config(self, target: TargetType) -> dict[str, Any]:
+        """Return the part of a target's config.json that describes the architecture."""
+        return {"model_type": target.model_type, **target.config(self.settings, False)}
+
     def describe(self) -> str:
         """Tell what the user gets."""
         by_target = {
@@ -68,7 +73,8 @@ class Route:
         for target, groups in used.items():
             which = f" with {' or '.join(map(str, groups))} KV heads" if len(used) > 1 else ""
             told.append(f"Rewritten exactly as {target.model_type} ({target.class_name}){which}.")
-            told += [target.runs, target.fails]
+            config = self.neutral_config(target)
+            told.append(where_it_runs(config, fewer_heads=min(groups) < self.heads, rewritten=True).text)
         return " ".join(told)
 
 
@@ -171,8 +177,6 @@ def as_target(checkpoint: Checkpoint, route: Route, target: TargetType) -> Rewri
         model_type=target.model_type,
         class_name=target.class_name,
         states_of=target.model_type if target.folds_norms else route.model_type.name,
-        runs=target.runs,
-        fails=target.fails,
         lazies=lazies,
     )
 

@@ -29,9 +29,6 @@ class TargetType:
         names: its tensors. A fused ``qkv`` holds q, k and v of one head after the other.
         any_groups: False if the type has either one KV head or as many as query heads.
         config: (settings, head tied to the embedding) → the part of config.json that describes the architecture.
-        runs: where the result runs, a sentence. Results are tested in transformers; the rest is read in the code of
-            those projects.
-        fails: where it does not run, a sentence.
         folds_norms: fold the norms of the layers away where attention and MLP have different ones. The layers then
             read other hidden states than those of the source.
         norms_minus: norm weights are stored less this number.
@@ -44,8 +41,6 @@ class TargetType:
     names: TensorNames
     any_groups: bool
     config: Callable[[NeutralSettings, bool], dict[str, Any]]
-    runs: str
-    fails: str
     folds_norms: bool = True
     norms_minus: float = 0.0
     head_has_bias: bool = False

@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...checkpoint.modelling import OWN_TYPES, own_config
-from ..serving import ignored_by
 from .decoder import NeutralSettings, TensorNames
 from .target_type import TargetType
 
 _OWN = OWN_TYPES["headfold_decoder"]
-_VERSIONS = "4.57 and 5.24"
-"""TESTED of the file with its class. Only these versions can import that file, so it is repeated here."""
 
 
 def _usual_keys(settings: NeutralSettings) -> dict[str, Any]:
@@ -119,8 +116,6 @@ PHI = TargetType(
     ),
     any_groups=True,
     config=_phi,
-    runs="It runs in transformers 4.57 and later.",
-    fails=f"{ignored_by('phi')}.",
     head_has_bias=True,
 )
 NEMOTRON = TargetType(
@@ -139,8 +134,6 @@ NEMOTRON = TargetType(
     ),
     any_groups=True,
     config=_nemotron,
-    runs="It runs in transformers 4.57 and later; vLLM's nemotron reads the number of KV heads and the activation.",
-    fails="llama.cpp computes nemotron with another activation (squared ReLU), so its output there would be wrong.",
     # In 16 bits "weight - 1" loses the digits of small weights. So the norms of the layers are folded away, and only
     # the last one is stored so: the layer that follows it has no bias to fold into.
     norms_minus=1.0,
@@ -162,8 +155,6 @@ GPT_BIGCODE = TargetType(
     ),
     any_groups=False,
     config=_bigcode,
-    runs="It runs in transformers 4.57 and later; with one KV head and a tied head, vLLM and SGLang read it too.",
-    fails="llama.cpp computes gpt_bigcode with GELU whatever config.json says; with ReLU (OPT) it goes wrong.",
     folds_norms=False,
 )
 OWN_DECODER = TargetType(
@@ -186,9 +177,6 @@ OWN_DECODER = TargetType(
     ),
     any_groups=True,
     config=_own_decoder,
-    runs=f"Its code lies beside the weights ({_OWN.file_name}) and runs in transformers {_VERSIONS}, loaded "
-    "with trust_remote_code=True; headfold itself needs no such permission.",
-    fails="vLLM, SGLang, TensorRT-LLM and llama.cpp do not know this type.",
     folds_norms=False,
     optional_biases=True,
 )

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.backbone import Backbone, trial_inputs
+from ...checkpoint.backbone import Backbone, separable_backbone
 from ...corpus import refuse_unknown_ids
 from .batches import AnyBatch
 
-_ROUNDING = 2**-6
-"""Share of the largest logit by which two bfloat16 matrix products of different shape may differ."""
 _LOGITS_BYTES = 128 * 2**20
 """Bytes of float32 logits in memory at once."""
 
@@ -79,7 +76,7 @@ class SlicedLogits:
         """Turn some of the :meth:`states` into float32 logits (N, V), cut to the first ``vocab`` ids."""
         if self._backbone is None:
             return states[:, :vocab].float()
-        return _head(self._model, self._backbone, states[None])[0, :, :vocab].float()
+        return self._backbone.head(self._model, states[None])[0, :, :vocab].float()
 
 
 def _input_embeddings(model: Any) -> int:
@@ -90,26 +87,4 @@ def _backbone(model: nn.Module) -> Backbone | None:
     """Find the part below the head, None when the model must be run whole."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return None  # its shards are put together only inside a forward pass of the whole model
-    found = Backbone.of(model)
-    return found if found is not None and _separable(model, found) else None
-
-
-def _separable(model: nn.Module, backbone: Backbone) -> bool:
-    """Check that the head on slices of the backbone's hidden states gives the logits of the whole model."""
-    ids_1T = torch.zeros(1, 3, dtype=torch.long, device=next(model.parameters()).device)
-    inputs = trial_inputs(model, ids_1T)
-    whole_1TV: Tensor = model(**inputs, use_cache=False).logits.float()
-    try:
-        hidden_1TC = backbone(**inputs, use_cache=False).last_hidden_state
-        slices = [_head(model, backbone, hidden_1TC[:, place : place + 1]).float() for place in range(3)]
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return False  # the model's code needs more from its backbone than hidden states
-    apart = (torch.cat(slices, dim=1) - whole_1TV).abs().max()
-    return bool(apart <= _ROUNDING * whole_1TV.abs().max())
-
-
-def _head(model: nn.Module, backbone: Backbone, hidden_1NC: Tensor) -> Tensor:
-    """Run the model's own head on hidden states and return logits (1, N, V)."""
-    with backbone.answering(hidden_1NC) as inputs:
-        logits_1NV: Tensor = model(**inputs, use_cache=False).logits
-    return logits_1NV
+    return separable_backbone(model)

@@ -16,8 +16,8 @@ from headfold.checkpoint.modelling.modeling_headfold_decoder import (
     HeadfoldDecoderConfig,
     HeadfoldDecoderForCausalLM,
 )
-from headfold.convert.rewrites.targets import OWN_DECODER
 from headfold.convert.run import convert_checkpoint, plan_conversion
+from headfold.convert.serving.engines import where_it_runs
 from headfold.errors import UnsupportedError
 from safetensors.torch import load_file, save_file
 from tiny import randomise, tiny_model
@@ -215,7 +215,8 @@ def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_said_of_the_file_is_its_name() -> None:
-    assert OWN_TYPES["headfold_decoder"].file_name in OWN_DECODER.runs
+    said = where_it_runs({"model_type": "headfold_decoder"}, fewer_heads=True)
+    assert OWN_TYPES["headfold_decoder"].file_name in said.runs
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mpt"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from headfold import cli
 from headfold.convert.run import convert_checkpoint
-from headfold.convert.serving import SIZES, STACKS, parallel_warnings, placement, shown, slow_kernels
+from headfold.convert.serving.devices import SIZES, STACKS, parallel_warnings, placement, shown, slow_kernels
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 

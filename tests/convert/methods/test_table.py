@@ -50,7 +50,7 @@ def toy_row(monkeypatch: pytest.MonkeyPatch) -> Any:
             "summary": "take the second head of a group",
             "rewrites_queries": True,
             "reads_text": False,
-            "weak_without_text": False,
+            "without_text": "The second heads are a toy",
             "turns": AllowedTurns(of_planes="a factor of two", of_rows="nothing"),
             "norms": "averaged",
             "default_grouping": "contiguous",

@@ -21,9 +21,9 @@ from headfold.checkpoint.modelling import OWN_TYPES
 from headfold.convert.check import check_checkpoint
 from headfold.convert.family.refusals import REFUSED
 from headfold.convert.inspect import inspect_checkpoint
-from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS, RUNS
-from headfold.convert.rewrites.targets import OWN_DECODER
+from headfold.convert.rewrites.encoder_decoder import ENCODER_DECODERS
 from headfold.convert.run import convert_checkpoint, plan_conversion
+from headfold.convert.serving.engines import where_it_runs
 from headfold.errors import CheckpointError, UnsupportedError, UsageError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_pair
@@ -350,8 +350,8 @@ def test_shards_stay_and_the_record_names_the_new_type(tmp_path: Path) -> None:
     assert shards == source_shards
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
     assert entry["rewrite"]["to"] == "headfold_t5"
-    assert "trust_remote_code" in entry["rewrite"]["runs"]
-    assert "vLLM" in entry["rewrite"]["fails"]
+    assert "trust_remote_code" in entry["serving"]["runs"]
+    assert "vLLM" in entry["serving"]["faults"][0]
     assert entry["kv_bytes_per_token"] == entry["kv_bytes_per_source_token"] == 2 * 2 * 16 * 4
     assert entry["encoder_converted"] is False
     card = (out / "README.md").read_text()
@@ -449,7 +449,8 @@ def test_the_versions_in_the_messages_are_those_in_the_files() -> None:
     for own in OWN_TYPES.values():
         own.classes()
         tested = " and ".join(sys.modules[f"{modelling.__name__}.{own.module}"].TESTED)
-        assert f"transformers {tested}" in (OWN_DECODER.runs if own.model_type == OWN_DECODER.model_type else RUNS)
+        said = where_it_runs({"model_type": own.model_type}, fewer_heads=True).runs
+        assert f"transformers {tested}" in said
 
 
 @pytest.mark.parametrize("name", sorted(OWN_TYPES))

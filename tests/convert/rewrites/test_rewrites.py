@@ -152,11 +152,11 @@ def test_the_record_and_the_dry_run_say_what_becomes_of_it(tmp_path: Path, capsy
     out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
     said = capsys.readouterr().err
     assert "rewritten as phi (PhiForCausalLM)" in said
-    assert "vLLM, SGLang and llama.cpp ignore the number of KV heads of phi" in " ".join(said.split())
+    assert "llama.cpp refuses it (tried)" in " ".join(said.split())
     entry = last_entry(out, "convert")
     assert entry is not None
     assert (entry["rewrite"]["from"], entry["rewrite"]["class"]) == ("gpt_neox", "PhiForCausalLM")
-    assert "llama.cpp" in entry["rewrite"]["fails"]
+    assert any("llama.cpp" in fault for fault in entry["serving"]["faults"])
     assert entry["source_digest"] == Checkpoint.open(tmp_path / "source").digest()
     assert (entry["kv_heads_before"], entry["kv_heads"], entry["model_type"]) == (4, 2, "phi")
 
@@ -323,7 +323,8 @@ def test_inspect_names_the_route(tmp_path: Path) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path / "neox")
     neox, gpt2 = (inspect_checkpoint(tmp_path / name) for name in ("neox", "gpt2"))
     assert (neox.model_type, [row.groups for row in neox.cache]) == ("gpt_neox", [4, 2, 1])
-    assert [set(row.devices["vLLM"].values()) == {"refused"} for row in neox.cache] == [False, True, True]
+    for stack, refused in (("llama.cpp", [False, True, True]), ("vLLM", [False, False, False])):
+        assert [set(row.devices[stack].values()) == {"refused"} for row in neox.cache] == refused, stack
     assert neox.route is not None
     assert "phi" in neox.route
     assert gpt2.parameters == sum(weight.numel() for weight in tiny_model("gpt2").parameters())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..checkpoint.modelling import OWN_TYPES
-
 SIZES = (1, 2, 4, 8)
 """Numbers of devices that a table shows."""
 EVEN, COPIED, REFUSED = "even", "copied", "refused"
@@ -71,26 +69,6 @@ STACKS = (
         source="layers are distributed (--split-mode layer); n_head must be divisible by n_head_kv, which it is",
     ),
 )
-
-
-IGNORING: dict[str, tuple[str, ...]] = {"phi": ("vLLM", "SGLang", "llama.cpp")}
-"""Type → stacks whose code for it knows query heads only (phi.py of vLLM and SGLang, llama.cpp's conversion script)."""
-
-
-def not_served_by(model_type: str) -> tuple[str, ...]:
-    """List the stacks that cannot run a type with fewer KV heads than query heads."""
-    if model_type in OWN_TYPES:
-        return tuple(stack.name for stack in STACKS if stack.name != "transformers")
-    return IGNORING.get(model_type, ())
-
-
-def ignored_by(model_type: str) -> str | None:
-    """Name the stacks that ignore the number of KV heads of a type, without a full stop; None: no stack is known to."""
-    names = IGNORING.get(model_type)
-    if names is None:
-        return None
-    listed = f"{', '.join(names[:-1])} and {names[-1]}"
-    return f"{listed} ignore the number of KV heads of {model_type}, so with fewer they cannot run it"
 
 
 def placement(stack: Stack, query_heads: int, kv_heads: int, devices: int) -> str:
