@@ -15,7 +15,8 @@ their difference is taken document by document.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ ENOUGH = (
 )
 _DRAWN_AT_ONCE = 4_000_000
 """Numbers in memory at once: all draws of a large corpus together would not fit."""
+_FARTHEST = 1e6
+"""Quotients farther away than this count as unbounded."""
 _NO_SPREAD = 1e-9
 """Standard errors below this share of the largest deviation are rounding."""
 
@@ -94,12 +97,9 @@ def ratio_estimate(numerators: Array, denominators: Array) -> Estimate:
     return Estimate(value, value - high * error, value - low * error)
 
 
-def share_estimate(numerators: Array, denominators: Array, least: float = 0.0) -> Estimate:
-    """Estimate a share as :func:`ratio_estimate` does, with an interval that does not leave ``least`` to 1."""
-    found = ratio_estimate(numerators, denominators)
-    if found.low is None or found.high is None:
-        return found
-    return Estimate(found.value, max(found.low, least), min(found.high, 1.0))
+def bounded_estimate(numerators: Array, denominators: Array, least: float, most: float = math.inf) -> Estimate:
+    """Estimate as :func:`ratio_estimate` does a number that lies between ``least`` and ``most``, such as a share."""
+    return _within(ratio_estimate(numerators, denominators), least, most)
 
 
 def mean_estimate(values: Array) -> Estimate:
@@ -107,10 +107,80 @@ def mean_estimate(values: Array) -> Estimate:
     return ratio_estimate(values, np.ones_like(values))
 
 
+def trials_estimate(values: Array, least: float, most: float) -> Estimate:
+    """Estimate the mean of single trials between ``least`` and ``most``, such as answers that are right or wrong.
+
+    Two trials of each extreme are added for the interval (Agresti & Coull 1998): without them, twenty right answers out
+    of twenty would seem to prove a model without fault.
+    """
+    if not enough_documents(np.ones_like(values)):
+        return Estimate(float(values.mean()), None, None)
+    widened = mean_estimate(np.concatenate([values, [least, most, least, most]]))
+    return _within(Estimate(float(values.mean()), widened.low, widened.high), least, most)
+
+
+def _within(found: Estimate, least: float, most: float) -> Estimate:
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(found.value, max(found.low, least), min(found.high, most))
+
+
 def clustered_mean(values: Array, clusters: Iterable[int]) -> Estimate:
     """Estimate the mean of values of which those in one cluster are not independent, such as passages of a document."""
     _, places = np.unique(list(clusters), return_inverse=True)
     return ratio_estimate(np.bincount(places, weights=values), np.bincount(places).astype(np.float64))
+
+
+def quotient_estimate(numerators: Array, denominators: Array, lengths: Array) -> Estimate:
+    """Estimate ``sum(numerators) / sum(denominators)`` where single denominators may be zero or below.
+
+    The interval holds every quotient θ for which ``numerators − θ · denominators`` may have a mean of zero per unit of
+    length (Fieller 1954).
+
+    Args:
+        denominators: their mean must be above zero beyond its interval.
+        lengths: of the documents.
+    """
+    from scipy.optimize import brentq
+
+    value = float(numerators.sum() / denominators.sum())
+
+    def lower_end(quotient: float, sign: int) -> float:
+        found = ratio_estimate(sign * (numerators - quotient * denominators), lengths).low
+        return math.nan if found is None else found
+
+    ends = []
+    for sign in (1, -1):
+        # beyond value, the mean is so far from zero that its interval leaves zero out
+        step = max(1.0, abs(value))
+        while lower_end(value - sign * step, sign) <= 0 and step < _FARTHEST:
+            step *= 2
+        if not lower_end(value - sign * step, sign) > 0:
+            return Estimate(value, None, None)
+        if lower_end(value, sign) >= 0:
+            ends.append(value)
+            continue
+        ends.append(float(brentq(lower_end, value - sign * step, value, args=(sign,), xtol=1e-6)))
+    return Estimate(value, ends[0], ends[1])
+
+
+def paired_ratio(ratios: Sequence[float]) -> Estimate:
+    """Estimate the typical ratio of two timings from several repeats, each paired.
+
+    The interval is Student's t on the logarithms, with repeats as units. It holds 1 for a model against itself if the
+    two take turns in going first: a drift of the machine then has no direction.
+
+    Returns:
+        the median as value. A single repeat has no interval.
+    """
+    from scipy.stats import t
+
+    value = statistics.median(ratios)
+    if len(ratios) < 2:
+        return Estimate(value, None, None)
+    logs = np.log(ratios)
+    half = float(t.ppf((1 + LEVEL) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    return Estimate(value, math.exp(logs.mean() - half), math.exp(logs.mean() + half))
 
 
 class _StandardErrors:
