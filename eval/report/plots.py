@@ -22,7 +22,7 @@ from .figure import (
 )
 from .format import count, number
 from .sweep import tradeoff_plot
-from .verdict import perplexity_name
+from .verdict import perplexity_name, too_few
 
 _MOST_NATS = 20.0
 """Larger differences are drawn as this, since a model that broken is off every scale."""
@@ -62,8 +62,8 @@ def perplexity_plot(results: Comparison) -> Plot:
     perplexity_scale(axes, "x", bounds)
     axes.set_xlabel(perplexity_name(results))
     alt_text = "; ".join(f"{model.name} {number(model.perplexity.value)}" for model in models)
-    single = results.protocol.documents < 2
-    interval = "One document: no interval is possible." if single else "Bars: 95 % interval over documents."
+    bars = any(model.perplexity.low is not None for model in models)
+    interval = "Bars: 95 % interval over documents." if bars else f"No intervals: {too_few(results)}."
     return Plot(
         "Perplexity",
         f"Lower is better. {interval}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ...console import human_bytes
 from ..results import AgainstSource, Comparison, ModelResult, ReportedEstimate, TaskResult
-from .format import Cell, TableRow, change, count, number, percent, signed, times, whole_percent, with_interval
+from .format import Cell, TableRow, change, count, gain, number, percent, signed, times, whole_percent, with_interval
 
 
 def table_rows(results: Comparison) -> list[TableRow]:
@@ -186,8 +186,7 @@ def speed_cell(model: ModelResult, context: int, batch: int) -> Cell:
     pair = next((row for row in ratios if (row.context, row.batch) == (context, batch)), None)
     if pair is None:
         return Cell(number(speed.median), f"{number(speed.min)} to {number(speed.max)}")
-    gain = pair.decode
-    return Cell(number(speed.median), f"{times(gain.median)} ({gain.min:.2f} to {gain.max:.2f})")
+    return Cell(number(speed.median), gain(pair.decode).line)
 
 
 def decode_grid(results: Comparison) -> list[tuple[str, str, list[list[str]]]]:
