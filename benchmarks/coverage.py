@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from headfold import console

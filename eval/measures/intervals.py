@@ -128,7 +128,7 @@ def _within(found: Estimate, least: float, most: float) -> Estimate:
 def clustered_mean(values: Array, clusters: Iterable[int]) -> Estimate:
     """Estimate the mean of values of which those in one cluster are not independent, such as passages of a document."""
     _, places = np.unique(list(clusters), return_inverse=True)
-    return ratio_estimate(np.bincount(places, weights=values), np.bincount(places).astype(np.float64))
+    return ratio_estimate(np.bincount(places, weights=values), np.bincount(places, weights=np.ones_like(values)))
 
 
 def quotient_estimate(numerators: Array, denominators: Array, lengths: Array) -> Estimate:
@@ -173,13 +173,13 @@ def paired_ratio(ratios: Sequence[float]) -> Estimate:
     Returns:
         the median as value. A single repeat has no interval.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     value = statistics.median(ratios)
     if len(ratios) < 2:
         return Estimate(value, None, None)
     logs = np.log(ratios)
-    half = float(t.ppf((1 + LEVEL) / 2, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    half = float(stdtrit(len(logs) - 1, (1 + LEVEL) / 2) * logs.std(ddof=1) / math.sqrt(len(logs)))
     return Estimate(value, math.exp(logs.mean() - half), math.exp(logs.mean() + half))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..results import Comparison, MeasurementProtocol, TargetProtocol
 from ...console import counted
+from ..results import Comparison, MeasurementProtocol, TargetProtocol
 from .format import percent
 from .verdict import too_few
 
@@ -40,7 +40,9 @@ def _amount(made: MeasurementProtocol) -> str:
     size = "target tokens" if made.targets is not None else f"tokens, {made.utf8_bytes:,} bytes"
     amount = f"{made.tokens:,} {size}, {counted(made.documents, 'document')}"
     if made.effective_documents is not None:
-        amount += f" of unequal length that tell as much as {made.effective_documents:.1f} equal ones (effective number)"
+        amount += (
+            f" of unequal length that tell as much as {made.effective_documents:.1f} equal ones (effective number)"
+        )
     if made.skipped:
         amount += f", {counted(made.skipped, 'empty one')} skipped"
     return amount + (", the last document cut" if made.truncated else "")

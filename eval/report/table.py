@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ...console import human_bytes
-from ..results import AgainstSource, Comparison, ModelResult, ReportedEstimate, TaskResult
+from ..results import AgainstSource, Comparison, ModelResult, RecoveredShare, ReportedEstimate, TaskResult
 from .format import Cell, TableRow, change, count, gain, number, percent, signed, times, whole_percent, with_interval
 
 
@@ -53,9 +53,15 @@ def _quality_rows(results: Comparison) -> list[TableRow]:
             "Recovered",
             "of the log-perplexity lost",
             models,
-            lambda pair: with_interval(pair.recovered, whole_percent),
+            lambda pair: _recovered(pair.recovered),
         ),
     ]
+
+
+def _recovered(found: RecoveredShare | None) -> Cell:
+    if found is not None and found.missing is not None:
+        return Cell("not defined", "(the loss is not certain)")
+    return with_interval(found, whole_percent)
 
 
 def _row(label: str, note: str, models: Sequence[ModelResult], cell: Callable[[ModelResult], Cell]) -> TableRow:

@@ -52,8 +52,8 @@ def too_few(results: Comparison) -> str:
     made, how = results.protocol, results.protocol.interval
     effective = "" if made.effective_documents is None else f", effective number {made.effective_documents:.1f}"
     return (
-        f"{counted(made.documents, 'document')}{effective}; an interval needs at least {how.fewest_documents} documents "
-        f"and an effective number of {how.fewest_effective:g}"
+        f"{counted(made.documents, 'document')}{effective}; an interval needs at least "
+        f"{counted(how.fewest_documents, 'document')} and an effective number of {how.fewest_effective:g}"
     )
 
 

@@ -69,9 +69,7 @@ class HeldoutText:
             if parts and on_any_process(accelerator, stop_requested()):
                 raise StopRequested
             parts += score(model, portion, window=self.window, accelerator=accelerator).per_document()
-        return HeldoutScores(
-            float_array(part.nll_nats for part in parts), float_array(part.tokens for part in parts)
-        )
+        return HeldoutScores(float_array(part.nll_nats for part in parts), float_array(part.tokens for part in parts))
 
     def _portions(self) -> Iterator[list[ScoredDocument]]:
         """Group documents so that each group fills some windows."""
