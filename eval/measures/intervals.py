@@ -113,10 +113,12 @@ def trials_estimate(values: Array, least: float, most: float) -> Estimate:
     Two trials of each extreme are added for the interval (Agresti & Coull 1998): without them, twenty right answers out
     of twenty would seem to prove a model without fault.
     """
-    if not enough_documents(np.ones_like(values)):
-        return Estimate(float(values.mean()), None, None)
+    value = float(values.mean())
     widened = mean_estimate(np.concatenate([values, [least, most, least, most]]))
-    return _within(Estimate(float(values.mean()), widened.low, widened.high), least, most)
+    if not enough_documents(np.ones_like(values)) or widened.low is None or widened.high is None:
+        return Estimate(value, None, None)
+    # the added trials draw the interval to the middle, and it must hold the value itself
+    return _within(Estimate(value, min(widened.low, value), max(widened.high, value)), least, most)
 
 
 def _within(found: Estimate, least: float, most: float) -> Estimate:
@@ -128,7 +130,8 @@ def _within(found: Estimate, least: float, most: float) -> Estimate:
 def clustered_mean(values: Array, clusters: Iterable[int]) -> Estimate:
     """Estimate the mean of values of which those in one cluster are not independent, such as passages of a document."""
     _, places = np.unique(list(clusters), return_inverse=True)
-    return ratio_estimate(np.bincount(places, weights=values), np.bincount(places, weights=np.ones_like(values)))
+    sums, counts = (np.bincount(places, weights=one) for one in (values, np.ones_like(values)))
+    return ratio_estimate(sums.astype(np.float64), counts.astype(np.float64))
 
 
 def quotient_estimate(numerators: Array, denominators: Array, lengths: Array) -> Estimate:
