@@ -451,14 +451,40 @@ def test_a_source_from_the_cache_has_no_kl(content):
     assert markdown(results)
 
 
+def test_every_cell_says_its_column_where_the_page_is_narrow(results):
+    """Below 560 pixels a table shows a block per row, and each cell names its model."""
+    page = html(results)
+    cells = re.findall(r"<td[^>]*>", page)
+    assert len(cells) > 50
+    assert all('data-label="' in cell for cell in cells)
+    assert page.count("<table") == len(re.findall(r'<table class="[^"]*stack', page))
+    narrow = page[page.index("@media (max-width: 560px)") :]
+    assert "content: attr(data-label)" in narrow[: narrow.index("@media print")]
+
+
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
-SEEN = """
+SEEN = r"""
 document.title = JSON.stringify({
   wide: document.documentElement.scrollWidth,
   inner: innerWidth,
   fetched: performance.getEntriesByType('resource').length,
+  // how far tables can be scrolled sideways, and words that stand on more than one line
+  scrolled: Math.max(...[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)),
+  broken: (() => {
+    const found = [], walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    for (let node; (node = walker.nextNode());) {
+      if (node.parentElement.closest('svg, script, pre, dl, [hidden]')) continue;
+      for (const word of node.data.matchAll(/[^\s\u00a0\/,_=-]+/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) found.push(word[0]);
+      }
+    }
+    return found;
+  })(),
   background: getComputedStyle(document.body).backgroundColor,
   plots: [...document.querySelectorAll('figure svg')].map(svg => {
     const box = svg.getBoundingClientRect();
@@ -482,6 +508,8 @@ def test_page_in_chromium(results, tmp_path, theme):
         assert seen["fetched"] == 0
         assert seen["inner"] == width
         assert seen["wide"] <= width  # nothing makes the page scroll sideways
+        assert seen["scrolled"] <= 0
+        assert seen["broken"] == []
         assert seen["background"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
         assert len(seen["plots"]) == PLOTS
         for left, right, height, inside, colours in seen["plots"]:
