@@ -23,7 +23,7 @@ import numpy as np
 from headfold import console
 from headfold.corpus import open_corpus
 from headfold.eval.measures import intervals
-from headfold.eval.measures.intervals import Array, effective_number, ratio_estimate
+from headfold.eval.measures.intervals import Array, Estimate, effective_number, ratio_estimate
 from headfold.eval.results import read_results
 from scipy import stats
 
@@ -209,7 +209,32 @@ METHODS: dict[str, Callable[[Array, Array], Interval]] = {
 
 def _against_itself(runs: int, repeats: int) -> None:
     """Time the bundled model against itself, and count the ranges that hold 1."""
-    raise NotImplementedError
+    import torch
+    from headfold.checkpoint.load import load_language_model
+    from headfold.eval.measures.kv_cache import measure_decoding
+    from headfold.eval.results import DecodeSettings
+
+    models = [load_language_model(BUNDLED, dtype=torch.float32).eval() for _ in range(2)]
+    settings = DecodeSettings(contexts=(64,), batches=(1,), new_tokens=16, repeats=repeats)
+    found: dict[str, list[Estimate]] = {"decoding": [], "first token": []}
+    for run in range(runs):
+        (one,), (other,) = measure_decoding(models, settings)
+        found["decoding"].append(_ratio(one.decode_seconds, other.decode_seconds))
+        found["first token"].append(_ratio(one.first_token_seconds, other.first_token_seconds))
+        console.info(f"run {run + 1} of {runs}")
+    rows = [[way, *_held(ranges)] for way, ranges in found.items()]
+    title = f"The bundled model against itself, {runs:,} runs of {repeats} repeats; level 95 %"
+    console.table(title, ["ratio", "ranges that hold 1", "median width"], rows, markdown=True)
+
+
+def _ratio(one: list[float], other: list[float]) -> Estimate:
+    return intervals.paired_ratio([before / after for before, after in zip(one, other, strict=True)])
+
+
+def _held(ranges: list[Estimate]) -> list[str]:
+    ends = np.array([(one.low, one.high) for one in ranges], float)
+    held = np.mean((ends[:, 0] <= 1) & (ends[:, 1] >= 1))
+    return [f"{100 * held:.0f} %", f"{np.median(ends[:, 1] - ends[:, 0]):.2f}"]
 
 
 if __name__ == "__main__":
