@@ -38,6 +38,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
+    console.drop_half_set_launch()
     # every process would do the same work and write the same output
     if console.process_count() > 1 and context.invoked_subcommand not in (None, "uptrain", "eval"):
         raise UsageError(
@@ -73,6 +74,7 @@ app.command("report", epilog="Example: `headfold report report -o report-again -
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the console script. It always ends in SystemExit."""
+    console.replace_what_a_stream_cannot_print()
     try:
         app(arguments)
     except HeadfoldError as problem:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,14 +24,56 @@ data = Console(highlight=False, soft_wrap=True)
 """stdout, for the result of the command."""
 
 
+def replace_what_a_stream_cannot_print() -> None:
+    """Print "?" for signs that the terminal's encoding lacks. Cron, containers and old terminals know ASCII alone."""
+    for stream in (sys.stdout, sys.stderr):
+        # streams of tests and notebooks may be of another class
+        if isinstance(stream, io.TextIOWrapper) and not (stream.encoding or "").lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
+
+
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""What torchrun and accelerate tell each process of a run: which one it is, and how many there are."""
+
+
 def is_main_process() -> bool:
-    """Return True if this process may talk. torchrun and accelerate set RANK, and only the first process talks."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return True if this process may talk: the only one, or the first of several.
+
+    Raises:
+        UsageError: the launcher's variables hold no numbers.
+    """
+    return process_count() == 1 or _launch_number("RANK", 0) == 0
 
 
 def process_count() -> int:
-    """Count the processes of this run, as the launcher says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Count the processes of this run, as the launcher says.
+
+    Raises:
+        UsageError: the launcher's variables hold no numbers.
+    """
+    return max(1, _launch_number("WORLD_SIZE", 1))
+
+
+def drop_half_set_launch() -> None:
+    """Remove launcher variables that no launcher set: job templates leave them empty, or set a rank alone.
+
+    accelerate would wait for other processes, or fail on the empty word.
+    """
+    if not os.environ.get("WORLD_SIZE", "").strip():
+        for variable in _LAUNCH:
+            os.environ.pop(variable, None)
+
+
+def _launch_number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(
+            f"The environment variable {variable} is {text!r}, which is not a number of processes.",
+            f"Unset it: env -u {variable} headfold … Launchers such as accelerate launch set it themselves.",
+        )
+    return int(text)
 
 
 def info(message: str) -> None:

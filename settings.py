@@ -78,7 +78,7 @@ class Settings(BaseModel):
     """
 
     # frozen, since settings become part of records and identities
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False)
 
     PANELS: ClassVar[tuple[str, ...]] = ()
     """Groups of options in the order of ``--help``. :data:`RARE` is always the last."""

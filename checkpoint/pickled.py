@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _SAVE_AGAIN = "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+_LONGEST_ORDER = len("little")
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -47,14 +48,23 @@ def _load(file: Path) -> Any:
             if stream.read(8) == b"version ":
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
         if zipfile.is_zipfile(file):
-            _refuse_other_byte_order(file)
+            _refuse_other_archive(file)
         return torch.load(file, map_location="meta", weights_only=True)
     except UnpicklingError as problem:
         raise _unsafe(file, str(problem)) from problem
     except OSError as problem:
         raise CheckpointError(f"{file} cannot be read: {problem.strerror or problem}.") from problem
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
-        # torch raises any of these for damaged bytes
+    # zipfile and torch raise any of these for damaged bytes
+    except (
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as problem:
         raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.") from problem
 
 
@@ -69,14 +79,20 @@ def _unsafe(file: Path, report: str) -> CheckpointError | UnsupportedError:
     )
 
 
-def _refuse_other_byte_order(file: Path) -> None:
+def _refuse_other_archive(file: Path) -> None:
+    """Refuse an archive that torch did not write, or wrote on a big-endian machine.
+
+    The directory of the archive decides before any member is read: a compressed one may be inflated to any size.
+    """
     with zipfile.ZipFile(file) as archive:
-        order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
-        if order is not None and archive.read(order) != b"little":
-            raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
         # torch stores members as they are; a file that was zipped again has no bytes to copy from
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise UnsupportedError(f"{file} was compressed after it was written.", _SAVE_AGAIN)
+        if any(member.file_size != member.compress_size for member in archive.infolist()):
+            raise CheckpointError(f"{file} is damaged: torch cannot read it.", "Fetch this file again.")
+        order = next((member for member in archive.infolist() if member.filename.endswith("/byteorder")), None)
+        if order is not None and (order.file_size > _LONGEST_ORDER or archive.read(order) != b"little"):
+            raise UnsupportedError(f"{file} was written on a big-endian machine.", _SAVE_AGAIN)
 
 
 def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:

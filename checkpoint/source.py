@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import threading
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedError
+from .digest import combined, hash_files
 from .header import Header, TensorInfo, read_tensor
 from .hub import FOREIGN_WEIGHTS, find_folder
 from .record import METRICS_NAME, RECORD_NAME
-from .weights import INDEX_NAME, WeightFiles, find_weights, only_adapter
+from .weights import INDEX_NAME, WeightFiles, find_weights, other_format
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 _NOT_COPIED = (*FOREIGN_WEIGHTS, "*.safetensors", "*.index.json", CONFIG_NAME, RECORD_NAME, METRICS_NAME)
 _REPLACED = {CONFIG_NAME, INDEX_NAME, RECORD_NAME, METRICS_NAME}  # the result gets its own
+_CODE_AND_TOKENIZER = (
+    *("*.py", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
+"""Side files that decide numbers. README.md and the like do not."""
 _SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,10 @@ class Checkpoint:
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no weights that can be read.
         """
+        named = Path(spec).expanduser()
+        foreign = other_format(named) if named.is_file() else None
+        if foreign is not None:
+            raise foreign
         folder = find_folder(spec, revision, weights=weights)
         config_text, config = _read_config(folder)
         if not weights:
@@ -123,19 +132,18 @@ class Checkpoint:
         """Map one tensor from its file, see :func:`.header.read_tensor`."""
         return read_tensor(self.tensors[name])
 
-    def digest(self) -> str:
-        """Hash config.json, every header and the first 4 KiB of every tensor (sha256).
+    def digest(self, *, quiet: bool = False, stop: threading.Event | None = None) -> str:
+        """Hash config.json, the code and the tokenizer that come along, and every byte of the weight files.
 
-        This is fast for any size, and tells fine-tunes of one model apart.
+        Each version of a file is read once, see :mod:`.digest`, which also describes the arguments.
+
+        Raises:
+            CheckpointError: a file cannot be read, or changes meanwhile.
         """
-        state = hashlib.sha256(self.config_text.encode("utf-8"))
-        for file, header in self.headers.items():
-            with file.open("rb") as stream:
-                for tensor in header.tensors:
-                    state.update(f"\n{tensor.name} {tensor.dtype} {tensor.shape} ".encode())
-                    stream.seek(tensor.begin)
-                    state.update(stream.read(min(_SAMPLE_BYTES, tensor.nbytes)))
-        return state.hexdigest()
+        small = [path for path in self.side_files if any(fnmatch(path.name, form) for form in _CODE_AND_TOKENIZER)]
+        files = [*(self.folder / path for path in small), *self.weight_files]
+        hashes = hash_files(files, "hashing weights", quiet=quiet, stop=stop)
+        return combined([self.config_text, *hashes])
 
 
 def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -158,7 +166,7 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def _no_config(folder: Path) -> CheckpointError | UnsupportedError:
     missing = CheckpointError(f"{folder} has no {CONFIG_NAME}.", "Give the folder of a Hugging Face checkpoint.")
-    return only_adapter(folder) or missing
+    return other_format(folder) or missing
 
 
 def _ties_head(config: dict[str, Any]) -> bool:

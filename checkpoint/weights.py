@@ -70,14 +70,68 @@ def safetensors_name(path: Path) -> Path:
     return path.with_name(path.name.removeprefix("pytorch_")).with_suffix(".safetensors")
 
 
-def only_adapter(folder: Path) -> UnsupportedError | None:
-    """Make the error for a folder that holds an adapter without a model, or None for any other folder."""
-    if not (folder / "adapter_config.json").exists():
-        return None
-    return UnsupportedError(
-        f"{folder} holds only a PEFT adapter, not a model.",
+@dataclass(frozen=True)
+class OtherFormat:
+    """A format that headfold does not read, by the names of its files, and the way to a checkpoint that it reads."""
+
+    patterns: tuple[str, ...]
+    what: str
+    way_out: str
+
+    def files(self, folder: Path) -> list[str]:
+        """List the names of such files in ``folder``, which may also be a single file."""
+        names = [folder.name] if folder.is_file() else sorted(file.name for file in folder.iterdir())
+        return [name for name in names if any(fnmatch(name, pattern) for pattern in self.patterns)]
+
+
+_FETCH = "Fetch the original Hugging Face checkpoint (config.json and safetensors)"
+# The first match counts, so names of one format stand before endings that several share.
+OTHER_FORMATS = (
+    OtherFormat(
+        ("adapter_config.json",),
+        "only a PEFT adapter, not a model",
         "Merge it first (PeftModel.merge_and_unload, then save_pretrained) and convert the merged checkpoint.",
-    )
+    ),
+    OtherFormat(
+        ("*.gguf",),
+        "llama.cpp's GGUF",
+        f"{_FETCH} that it was made from, convert that, and make a GGUF of the result. If there is only the GGUF: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW_FOLDER).",
+    ),
+    OtherFormat(
+        ("consolidated*.pth", "consolidated*.safetensors"),
+        "weights in their maker's own layout",
+        f"{_FETCH}: the same repository usually has both.",
+    ),
+    OtherFormat(("lit_model.pth",), "a LitGPT checkpoint", "Turn it back first: litgpt convert_from_litgpt."),
+    OtherFormat(("*.nemo",), "a NeMo archive", "Export it with NeMo first: llm.export_ckpt(…, target='hf')."),
+    OtherFormat(
+        ("*.onnx", "*.engine", "openvino_model.*", "*.mlmodel", "*.tflite"),
+        "an export for an inference runtime",
+        f"{_FETCH} that it was exported from.",
+    ),
+    OtherFormat(
+        ("*.distcp", "mp_rank_*", "*_model_states.pt", "optimizer.pt"),
+        "the state of a training run",
+        "Write the model out first with the trainer's own tool (accelerate merge-weights, zero_to_fp32.py, …).",
+    ),
+    OtherFormat(
+        (*FOREIGN_WEIGHTS, "*.npz"),
+        "weights in a format that headfold does not read",
+        "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER).",
+    ),
+)
+
+
+def other_format(place: Path) -> UnsupportedError | None:
+    """Make the error for a folder or a file in a format that is not read, or None."""
+    for form in OTHER_FORMATS:
+        names = form.files(place)
+        if names:
+            shown = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
+            held = f"is {form.what}" if place.is_file() else f"holds {form.what} ({shown})"
+            return UnsupportedError(f"{place} {held}. No weights in it can be read.", form.way_out)
+    return None
 
 
 def _present(file: Path) -> bool:
@@ -85,22 +139,17 @@ def _present(file: Path) -> bool:
 
 
 def _no_weights(folder: Path) -> CheckpointError | UnsupportedError:
-    adapter = only_adapter(folder)
-    if adapter is not None:
-        return adapter
-    shards = sorted(file.name for file in folder.glob("*.safetensors"))
-    if shards:
+    shards = sorted(file.name for file in folder.glob("*.safetensors") if not fnmatch(file.name, "consolidated*"))
+    found = other_format(folder)
+    # A folder may hold shards and an export of them. The missing index is the news then, but an adapter has no index.
+    if shards and (found is None or not (folder / "adapter_config.json").exists()):
         return CheckpointError(
             f"{folder} holds {shards[0]} but neither {SINGLE_NAME} nor {INDEX_NAME}.",
             "The checkpoint is incomplete: fetch the index as well.",
         )
-    others = sorted(file.name for file in folder.iterdir() if any(fnmatch(file.name, form) for form in FOREIGN_WEIGHTS))
-    if others:
-        return UnsupportedError(
-            f"{folder} has no weights that can be read, only {', '.join(others[:4])}{' …' if len(others) > 4 else ''}.",
-            "Save it again as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER).",
-        )
-    return CheckpointError(f"{folder} holds no weights.", "Give a folder with model.safetensors or its shards.")
+    return found or CheckpointError(
+        f"{folder} holds no weights.", "Give a folder with model.safetensors or its shards."
+    )
 
 
 def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:

@@ -153,13 +153,22 @@ class ShardWriter:
                 task.result()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a computed tensor in its place, in the dtype of the header."""
+        """Write a computed tensor in its place, in the dtype of the header.
+
+        Raises:
+            CheckpointError: a number is beyond that dtype, or NaN.
+        """
         import torch
 
         file, position, expected = self._places[name]
         if tuple(tensor.shape) != expected.shape:
             raise ValueError(f"{name}: computed {tuple(tensor.shape)}, planned {expected.shape}")
         stored = tensor.detach().to(torch_dtype(expected.dtype)).contiguous()
+        if not torch.isfinite(stored).all():
+            raise CheckpointError(
+                f"{name} was computed as NaN, or with numbers that {expected.dtype} cannot hold.",
+                "Save the source in bf16 or float32 and convert that.",
+            )
         data = stored.reshape(-1).view(torch.uint8).numpy().data
         with file.open("r+b") as stream:
             stream.seek(position)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.card import write_card
+from ..checkpoint.digest import in_background
 from ..checkpoint.modelling import write_code
 from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
 from ..checkpoint.record import write_record
@@ -156,9 +157,15 @@ def _execute(
 ) -> Path:
     """Write the result beside its place, check it, and rename it."""
     require_space(out, plan.weight_bytes + _RESERVE_BYTES)
-    with publishing(out, overwrite=overwrite) as folder, ShardWriter(folder, plan.out_files()) as writer:
+    with (
+        publishing(out, overwrite=overwrite) as folder,
+        in_background(plan.result.original.digest) as source_digest,
+        ShardWriter(folder, plan.out_files()) as writer,
+    ):
         writer.create()
-        _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
+        entry = _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
+        write_record(folder, plan.source.folder, {**entry, "source_digest": source_digest()})
+        write_card(folder)
     return out
 
 
@@ -169,8 +176,12 @@ def _fill_folder(
     *,
     statistics: Statistics | None,
     refinement: Refinement | None,
-) -> None:
-    """Write everything that belongs into an output folder whose weight files ``writer`` has created."""
+) -> dict[str, Any]:
+    """Write all but record and card into an output folder whose weight files ``writer`` has created.
+
+    Returns:
+        The entry of the record.
+    """
     warn_about_source(plan)
     if writer.sharded:
         writer.write_index()
@@ -182,11 +193,7 @@ def _fill_folder(
     unused = verify(folder)
     write_weights(plan, writer, statistics)
     refined = None if refinement is None else refinement.run(plan.source, folder)
-    # Hash after refinement, which changes the weights in place.
-    digest = Checkpoint.open(folder).digest()
-    entry = {**_entry(plan, statistics, unused), "refinement": refined, "digest": digest}
-    write_record(folder, plan.source.folder, entry)
-    write_card(folder)
+    return {**_entry(plan, statistics, unused), "refinement": refined}
 
 
 def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None) -> None:
@@ -234,7 +241,6 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         "step": "convert",
         "source": plan.source.spec,
         "source_folder": str(plan.source.folder.resolve()),
-        "source_digest": plan.result.original.digest(),
         **plan.result.record(),
         "method": plan.method_name,
         "grouping": plan.grouping,

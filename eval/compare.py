@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -90,7 +91,9 @@ def compare(
     protocol = fit_protocol(settings, models, accelerator.device if accelerator else choose_device(settings.device))
     text = tokenize_for_all(models, lambda tokenizer: protocol.tokenize(tokenizer, corpus, settings))
     make_windows(text.documents, protocol.window, protocol.stride)  # a bad stride is refused before anything is loaded
-    identity = _Identity.of(protocol, text, tasks, models)
+    # The other processes find the hashes of the first in the user's cache.
+    with accelerator.local_main_process_first() if accelerator else nullcontext():
+        identity = _Identity.of(protocol, text, tasks, models)
     runner = Runner(
         protocol, models, text, SavedMeasurements(out, identity.measurements, accelerator), accelerator,
         passages=hide_passages(text.documents, protocol.needle) if protocol.needle.passages else [],

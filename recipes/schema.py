@@ -52,7 +52,7 @@ def load_recipe(path: str | Path) -> Recipe:
     try:
         # safe_load, since a recipe may come from a stranger and must not run code
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, yaml.YAMLError) as problem:  # ValueError: no UTF-8, or a number of 5,000 digits
         raise UsageError(f"{file} is not a readable YAML file: {problem}") from problem
     if not isinstance(content, dict):
         raise UsageError(
@@ -80,8 +80,9 @@ def _find(path: Path) -> Path:
 
 
 def _explain(problem: ValidationError) -> str:
-    """Say the first fault in words: where it is, and for an unknown key the nearest known one."""
-    fault = problem.errors()[0]
+    """Say one fault in words: where it is, and for an unknown key the nearest known one."""
+    # A misspelt key is also a missing one, so unknown keys come first.
+    fault = min(problem.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
         missing = fault["type"] == "missing"

@@ -157,7 +157,7 @@ def _details(source: Checkpoint, settings: SweepSettings, window: int, text: dic
     targets = {"perplexity": "per target token: spans cut out of the text, sentinels and EOS"}
     return {
         "checkpoint": source.spec,
-        "weights": source.digest()[:16],
+        "weights": source.digest()[-16:],
         "text": f"{text['corpus']} ({text['revision']}), sha256 {text.get('sha256', 'unknown')[:16]}",
         "tokens": settings.tokens,
         "window": window,

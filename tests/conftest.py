@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Hashes of files in temporary folders are of no use to anybody later.
+_cache = tempfile.TemporaryDirectory(prefix="headfold-cache-")
+os.environ["HEADFOLD_CACHE"] = _cache.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "convert"))

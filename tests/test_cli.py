@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -97,6 +99,28 @@ def test_only_uptrain_runs_on_several_processes(capfd, monkeypatch):
     assert "nowhere" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": ""}, {"RANK": "1"}, {"LOCAL_RANK": "0", "WORLD_SIZE": " "}])
+def test_launcher_variables_of_no_launcher_change_nothing(variables, capfd, monkeypatch):
+    """Row B042: `WORLD_SIZE=` of a job template was a traceback, and RANK=1 alone printed nothing."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run("run", "demo", "--dry-run") == 0
+    assert "groups: 2" in capfd.readouterr().out
+    # accelerate reads them too, and would wait for processes that do not come
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "1.5"])
+def test_a_nonsense_number_of_processes_is_one_sentence(value, capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    assert run("run", "demo", "--dry-run") == 2
+    shown = capfd.readouterr().err
+    assert f"WORLD_SIZE is '{value}'" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_place_that_cannot_be_written_is_one_sentence(capfd, tmp_path):
     (tmp_path / "file").write_text("")
     assert run("run", "demo", "-o", str(tmp_path / "file")) == 1
@@ -159,3 +183,60 @@ def test_without_colour_errors_read_the_same():
     assert done.returncode == 2
     assert done.stderr.startswith("error: There is no recipe nothing-of-that-name.\nhint: ")
     assert time.monotonic() - began < 60
+
+
+EVAL = ["eval", "SOURCE", "--data", "TEXT", "--tokens", "100", "--repeats", "0", "--needles", "0", "-o", "OUT"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "arguments"),
+    [
+        ("ascii", EVAL),
+        ("latin-1", EVAL),
+        ("ascii", ["convert", "--help"]),
+        ("cp1252", ["inspect", "SOURCE"]),
+        ("ascii", ["convert", "SOURCE", "-g", "1", "-o", "OUT", "--dry-run"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0] + value[-1],
+)
+def test_terminals_that_know_few_signs_get_replacements(encoding, arguments, tiny_checkpoint, text_file, tmp_path):
+    """Row B041: the evaluation was done, and its table ended in a traceback."""
+    places = {"SOURCE": str(tiny_checkpoint), "TEXT": str(text_file), "OUT": str(tmp_path / "out")}
+    command = [sys.executable, "-m", "headfold", *(places.get(word, word) for word in arguments)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "100"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=200, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode(encoding)
+    assert done.stdout.decode(encoding).strip()
+
+
+# Options of every command, and of other tools that our code names.
+FOREIGN_OPTIONS = {
+    "--help",
+    "--version",
+    "--split-mode",
+    "--num_processes",
+    "--multi_gpu",
+    "--config_file",
+    "--no",
+    "--sans",
+}
+
+
+def test_every_option_that_a_message_names_exists():
+    """A hint that names an option of another spelling sends the user to a second error."""
+    from typer.main import get_command
+
+    commands = get_command(app).commands.values()
+    known = {option for one in commands for part in one.params for option in (*part.opts, *part.secondary_opts)}
+    root = Path(cli.__file__).parent
+    sources = [root / f"{name}.py" for name in ("cli", "console", "corpus", "errors", "options", "pairs", "settings")]
+    for package in ("checkpoint", "convert", "uptrain", "eval", "recipes", "libraries"):
+        sources += (root / package).rglob("*.py")
+    named = {}
+    for file in sources:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.is_file() else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", node.value)
+                named |= dict.fromkeys(found, f"{file.name}:{node.lineno}")
+    assert len(named) > 40
+    assert {option: place for option, place in named.items() if option not in known | FOREIGN_OPTIONS} == {}

@@ -91,7 +91,7 @@ class UptrainSettings(RecordSettings):
     optimizer: Literal["adamw", "adafactor"] = Field(
         "adamw", description="optimizer; adafactor has a small state, and T5 was trained with it"
     )
-    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices; norms and biases have none")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices; norms, biases and vectors have none")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean gradient")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the mean squared gradient")
     max_grad_norm: float = Field(

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...checkpoint.digest import is_comparable
 from ...checkpoint.header import encode_header
 from ...errors import CheckpointError, UsageError
 from ...working_folder import writing_whole
@@ -82,6 +83,11 @@ class Statistics:
         Raises:
             UsageError: they were collected from another checkpoint.
         """
+        if SOURCE in self.metadata and not is_comparable(self.metadata[SOURCE]):
+            raise UsageError(
+                f"The statistics in {self.file} are of an older version, which cannot tell all checkpoints apart.",
+                "Collect them again: name a new file.",
+            )
         if self.metadata.get(SOURCE, digest) != digest or self.layers != layers:
             raise UsageError(
                 f"The statistics in {self.file} were collected from another checkpoint.",
@@ -101,13 +107,23 @@ class MomentSums:
         self.counts = [0] * len(widths)
 
     def add(self, layer: int, x_NC: Tensor) -> None:
-        """Add x xᵀ of N tokens: each product in float32 for speed, the sum in float64 for many tokens."""
+        """Add x xᵀ of N tokens: each product in float32 for speed, the sum in float64 for many tokens.
+
+        Raises:
+            CheckpointError: x holds NaN or infinity.
+        """
         x_NC = x_NC.float()
         hidden = x_NC.shape[1]
         sum_EE = self._map(layer)
-        sum_EE[:hidden, :hidden] += (x_NC.T @ x_NC).cpu().numpy()
         # The constant 1 is not appended to x: its row and column of x xᵀ are the sum of x, its corner the count.
         column_C = x_NC.sum(0, dtype=torch.float64).cpu().numpy()
+        if not np.isfinite(column_C).all():
+            raise CheckpointError(
+                f"On this text, the input of attention layer {layer} holds numbers that are NaN or infinite.",
+                "A weight before it is broken, or the model overflows in its dtype: try --method mean to see whether "
+                "its own heads are sound.",
+            )
+        sum_EE[:hidden, :hidden] += (x_NC.T @ x_NC).cpu().numpy()
         sum_EE[hidden, :hidden] += column_C
         sum_EE[:hidden, hidden] += column_C
         sum_EE[hidden, hidden] += len(x_NC)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...checkpoint.modelling import register_own_code
 from ...checkpoint.source import Checkpoint
-from ...errors import CheckpointError, first_line
+from ...errors import CheckpointError, reason
 from .model_type import ModelType, quiet_transformers
 
 
@@ -36,7 +36,7 @@ def verify(folder: Path) -> list[str]:
             )
         except Exception as problem:  # the loader raises whatever its parts raise
             raise CheckpointError(
-                f"transformers cannot load {folder}: {first_line(problem)}", "Check that the source itself loads."
+                f"transformers cannot load {folder}: {reason(problem)}", "Check that the source itself loads."
             ) from problem
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.source import Checkpoint
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 from ..family.attention_layer import AttentionLayer
 from ..family.family import Family, full_width_norm
 from ..family.rotary import NOT_ROTATED
@@ -76,9 +76,26 @@ def _read_heads(source: Checkpoint, family: Family, layer: AttentionLayer) -> di
     """Read every tensor that depends on the number of KV heads: role → (heads, R, …), in the dtype on disk."""
     found: dict[str, Tensor] = {}
     for stored in layer.stored:
-        tensors = [source.read(name) for name in stored.names]
+        tensors = [read_finite(source, name) for name in stored.names]
         found |= stored.split(tensors, family.query_heads, layer.kv_heads)
     return found
+
+
+def read_finite(source: Checkpoint, name: str) -> Tensor:
+    """Map a tensor that is about to be merged.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity, which would spread over every head of its group.
+    """
+    tensor = source.read(name)
+    if not torch.isfinite(tensor).all():
+        wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
+        raise CheckpointError(
+            f"{name} in {source.tensors[name].file} holds {wrong:,} of {tensor.numel():,} numbers that are NaN or "
+            "infinite.",
+            "Such a checkpoint is broken: fetch it again, or save it again in a dtype that holds its numbers.",
+        )
+    return tensor
 
 
 def read_attention(source: Checkpoint, family: Family, layer: AttentionLayer) -> Attention:
@@ -102,7 +119,7 @@ def _attention(
     for role, name in (("q", layer.q), ("q_bias", layer.q_bias)):
         if name is not None and role not in heads:
             # A query projection may hold a gate behind each head's queries (Qwen3-Next): take the queries only.
-            heads[role] = source.read(name).unflatten(0, (family.query_heads, -1))[:, : layer.head_dim]
+            heads[role] = read_finite(source, name).unflatten(0, (family.query_heads, -1))[:, : layer.head_dim]
     if not {"q", "k", "v"} <= heads.keys() or layer.o is None:
         raise UnsupportedError(
             f"{layer.module} has no query or output projection that is known: {layer.rewrite_obstacle}."
@@ -114,14 +131,14 @@ def _attention(
         q_HDC=wide["q"],
         k_KDC=wide["k"],
         v_KDC=wide["v"],
-        o_CHD=_widened(source.read(layer.o)).unflatten(1, (family.query_heads, -1)),
+        o_CHD=_widened(read_finite(source, layer.o)).unflatten(1, (family.query_heads, -1)),
         q_bias_HD=wide.get("q_bias"),
         k_bias_KD=wide.get("k_bias"),
         v_bias_KD=wide.get("v_bias"),
         rotary=layer.rotary or NOT_ROTATED,
         keys_normed=layer.keys_normed,
-        q_norm_D=_widened(source.read(layer.q_norm)) if layer.q_norm and shared_norms else None,
-        k_norm_D=_widened(source.read(layer.k_norm)) if layer.k_norm and shared_norms else None,
+        q_norm_D=_widened(read_finite(source, layer.q_norm)) if layer.q_norm and shared_norms else None,
+        k_norm_D=_widened(read_finite(source, layer.k_norm)) if layer.k_norm and shared_norms else None,
     )
 
 

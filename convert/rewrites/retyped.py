@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from ...checkpoint.digest import combined
 from ...checkpoint.header import Header, TensorInfo
 from ...checkpoint.source import Checkpoint
 from .lazy import LazyTensor, require_finite
@@ -77,10 +78,10 @@ class RewrittenCheckpoint(RetypedCheckpoint):
         require_finite(name, tensor, lazy.dtype)
         return tensor
 
-    def digest(self) -> str:
+    def digest(self, *, quiet: bool = False, stop: threading.Event | None = None) -> str:
         """Hash the digest of the source together with ``states_of``."""
         assert self.original is not None
-        return hashlib.sha256(f"{self.original.digest()} as {self.states_of}".encode()).hexdigest()
+        return combined([self.original.digest(quiet=quiet, stop=stop), self.states_of])
 
 
 def headers_of(lazies: dict[str, LazyTensor], files: list[Path]) -> tuple[dict[Path, Header], dict[str, TensorInfo]]:

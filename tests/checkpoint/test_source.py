@@ -142,10 +142,39 @@ def test_a_link_to_a_missing_file_is_refused(folder: Path) -> None:
         Checkpoint.open(folder)
 
 
-def test_weights_in_other_formats_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.gguf").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match=r"model\.gguf"):
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize(
+    ("names", "what", "way_out"),
+    [
+        (["model-q4.gguf", "tokenizer.model"], r"llama\.cpp's GGUF \(model-q4\.gguf\)", "gguf_file=NAME"),
+        (["consolidated.00.pth", "params.json"], r"own layout \(consolidated\.00\.pth\)", "has both"),
+        (["consolidated.safetensors"], "own layout", "has both"),
+        (["model.onnx", "model.onnx_data"], "inference runtime", "exported from"),
+        (["nemotron.nemo"], "NeMo archive", "export_ckpt"),
+        (["__0_0.distcp"], "state of a training run", "merge-weights"),
+        (["flax_model.msgpack"], "does not read", "save_pretrained"),
+    ],
+)
+def test_weights_in_other_formats_are_refused_with_the_way_to_a_checkpoint(
+    tmp_path: Path, names: list[str], what: str, way_out: str, with_config: bool
+) -> None:
+    for name in [*names, *(["config.json"] if with_config else [])]:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedError, match=what) as problem:
+        Checkpoint.open(tmp_path)
+    assert way_out in str(problem.value.hint)
+
+
+def test_a_gguf_file_in_place_of_a_folder_says_how_to_get_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedError, match=r"model\.gguf is llama\.cpp's GGUF"):
+        Checkpoint.open(tmp_path / "model.gguf")
+
+
+def test_shards_without_their_index_are_named_although_an_export_lies_beside_them(tmp_path: Path) -> None:
+    for name in ("config.json", "model-00001-of-00002.safetensors", "model.onnx"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
         Checkpoint.open(tmp_path)
 
 

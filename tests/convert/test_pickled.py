@@ -203,3 +203,22 @@ def test_a_pickle_that_was_compressed_afterwards_is_refused(model: Any, tmp_path
     with pytest.raises(HeadfoldError, match=r"compressed|damaged"):
         convert_checkpoint(source, tmp_path / "out", groups=2)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("member", ["byteorder", "data.pkl", "data/0"])
+def test_a_compressed_member_is_refused_before_it_is_inflated(member, tmp_path, monkeypatch):
+    """A member of a few KiB may hold gigabytes, so its size must not be tried."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    torch.save({"a": torch.ones(3)}, tmp_path / "plain.bin")
+    with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(tmp_path / BIN, "w") as packed:
+        for name in plain.namelist():
+            bomb = name.endswith(f"/{member}")
+            packed.writestr(name, bytes(2**20) if bomb else plain.read(name), 8 if bomb else 0)
+
+    def inflated(*arguments: Any) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(zipfile.ZipFile, "read", inflated)
+    monkeypatch.setattr(torch, "load", inflated)
+    with pytest.raises(UnsupportedError, match="compressed after it was written"):
+        Checkpoint.open(tmp_path)

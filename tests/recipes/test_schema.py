@@ -50,6 +50,13 @@ def test_the_demo_uptrains_on_a_share_of_what_the_bundled_model_really_saw():
         ({"eval": {"xyzzy": 1}}, "unknown key eval.xyzzy; known keys: source_column, target_column"),
         ({"convert": {"groups": -1}}, "convert.groups: Input should be greater than 0"),
         ({"convert": {}}, "convert.groups is missing"),
+        # a misspelt key is missing as well, and the spelling is the news
+        ({"convert": {"group": 2}}, "unknown key convert.group; did you mean 'groups'"),
+        ({"convert": {"groups": 0}, "evla": {}}, "unknown key evla; did you mean 'eval'"),
+        ({"uptrain": {"data": "stdlib", "learning_rate": 10**400}}, "uptrain.learning_rate:"),
+        ({"uptrain": {"data": "stdlib", "max_grad_norm": float("inf")}}, "uptrain.max_grad_norm:"),
+        ({"uptrain": {"data": "stdlib", "steps": "1e400"}}, "uptrain.steps:"),
+        ({"uptrain": {"data": "stdlib", "learning_rate": float("nan")}}, "uptrain.learning_rate:"),
     ],
 )
 def test_a_wrong_key_names_the_nearest_known_one(change, says, tmp_path):
@@ -58,7 +65,7 @@ def test_a_wrong_key_names_the_nearest_known_one(change, says, tmp_path):
     assert says in problem.value.message
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "", "\x00"])
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", "", "\x00", f"convert: {{groups: {'1' * 5000}}}"])
 def test_what_is_no_recipe_is_refused(content, tmp_path):
     with pytest.raises(UsageError):
         load_recipe(write(tmp_path, content))

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ...checkpoint.digest import is_comparable
 from ...checkpoint.load import load_language_model, load_tokenizer
 from ...checkpoint.record import last_entry
 from ...checkpoint.source import Checkpoint
@@ -26,6 +27,12 @@ def converted_from(checkpoint: Checkpoint) -> str | None:
     """Return the source that the conversion record names, if it is at hand and unchanged."""
     entry = last_entry(checkpoint.folder, "convert")
     if entry is None:
+        return None
+    if not is_comparable(entry.get("source_digest")):
+        warn(
+            f"The record of {checkpoint.folder} is of an older version, which cannot tell whether its source is "
+            "unchanged. Name the teacher: --teacher CHECKPOINT."
+        )
         return None
     for place in (entry.get("source_folder"), entry.get("source")):
         if place and Path(place).is_dir():

@@ -87,9 +87,10 @@ def open_run(
         refuse_leaks(model)
     freeze_other_weights(model, settings.train)
     heldout = open_heldout(settings, tokenizer, encoder_decoder)
-    identity = {
-        "checkpoint": source.digest(), "text": describe_mixture(corpora), "teacher": digest_of(settings.teacher)
-    }  # fmt: skip
+    # The others find the hashes of the first in the user's cache.
+    with accelerator.local_main_process_first():
+        digests = {"checkpoint": source.digest(), "teacher": digest_of(settings.teacher)}
+    identity = {**digests, "text": describe_mixture(corpora)}
     return OpenedRun(
         accelerator=accelerator,
         settings=settings,

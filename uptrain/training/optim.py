@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -20,13 +21,18 @@ _ADAFACTOR_FLOORS = (1e-16, 1e-3)
 def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.Optimizer:
     """Make AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) or Adafactor (Shazeer & Stern 2018, arXiv 1804.04235).
 
-    Norms and biases are not decayed. Adafactor's learning rate is relative to the root mean square of a weight, and is
-    at most 1/√step, as in the training of T5.
+    Norms, biases and vectors are not decayed, see :func:`is_decayed`. Adafactor's learning rate is relative to the root
+    mean square of a weight, and is at most 1/√step, as in the training of T5.
     """
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    # A tied weight comes once, under its first name.
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            (decayed if is_decayed(model, name) else spared).append(weight)
     groups = [
-        {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
     ]
     filled = [group for group in groups if group["params"]]
     if settings.optimizer == "adafactor":
@@ -37,6 +43,31 @@ def make_optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.O
         betas=(settings.beta1, settings.beta2),
         fused=True,
     )
+
+
+_BIAS = re.compile(r"bias|^b\d*$")
+_NORM = re.compile(r"norm|l2clip", re.IGNORECASE)
+# Decay rates and skip weights of state-space layers. Some keep them for each head, so as matrices.
+_STATE_SPACE = ("A_log", "D")
+
+
+def is_decayed(model: nn.Module, name: str) -> bool:
+    """Tell whether weight decay applies to a parameter: to matrices that multiply, embeddings among them.
+
+    The number of dimensions does not decide: norms of single heads are (H, D), and biases of experts (experts, C).
+
+    Args:
+        name: as ``named_parameters`` gives it.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf == "weight" and isinstance(owner, nn.Linear):
+        return True
+    if leaf == "weight" and isinstance(owner, nn.Embedding):
+        return not _BIAS.search(path.rpartition(".")[2])  # the table of T5's relative bias
+    if sum(side > 1 for side in model.get_parameter(name).shape) < 2 or leaf in _STATE_SPACE or _BIAS.search(leaf):
+        return False
+    return not (_NORM.search(type(owner).__name__) or _NORM.search(name))
 
 
 # From the share of the steps after warm-up that are done, to the share of the way from the peak to the final learning

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headfold.checkpoint.digest import VERSION
 from headfold.convert.calibration import offload
 from headfold.convert.calibration.collect import collect_statistics, input_projections
 from headfold.convert.calibration.offload import load_or_offload
@@ -59,14 +60,20 @@ def test_equals_direct_product(batch_tokens, model, text, tmp_path: Path) -> Non
 
 def test_saved_file_is_read_back_and_tied_to_its_source(model, text, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "s.safetensors"
-    written = collect_statistics(model, text, file, metadata={SOURCE: "abc"})
+    written = collect_statistics(model, text, file, metadata={SOURCE: VERSION + "abc"})
     read = Statistics.open(file)
     assert torch.equal(read.second_moment(1), written.second_moment(1))
-    read.require_source("abc", 3)
+    read.require_source(VERSION + "abc", 3)
     with pytest.raises(UsageError, match="another checkpoint"):
         read.require_source("other", 3)
     with pytest.raises(UsageError, match="another checkpoint"):
-        read.require_source("abc", 4)
+        read.require_source(VERSION + "abc", 4)
+
+
+def test_statistics_of_an_older_digest_are_refused_with_the_reason(model, text, tmp_path: Path) -> None:
+    written = collect_statistics(model, text, tmp_path / "s.safetensors", metadata={SOURCE: "ab" * 32})
+    with pytest.raises(UsageError, match="of an older version, which cannot tell all checkpoints apart"):
+        written.require_source(VERSION + "abc", 3)
 
 
 def test_other_files_are_refused_as_statistics(model, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from eval_models import tiny_llama, word_tokenizer
 from headfold.eval import runner
 from headfold.eval.compare import compare
 from headfold.eval.report.write import html
 from headfold.eval.settings import EvalSettings
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -54,6 +57,19 @@ def test_the_source_is_not_run_twice(run, models, tmp_path):
     assert after.speedup == []
     assert len(again.models[1].decode) == 1
     assert "no KL and no speed" in html(again)
+
+
+def test_a_source_whose_late_rows_changed_is_scored_again(run, models):
+    """Row B058: rows behind the first 4 KiB of the head were trained, and the cache gave the old perplexity."""
+    before, _ = run([models[0], models[1]])
+    file = Path(models[0]) / "model.safetensors"
+    tensors = load_file(file)
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    tensors[name][-1] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    after, loaded = run([models[0], models[1]])
+    assert loaded == ["source", "one"]
+    assert after.models[0].nll_nats != before.models[0].nll_nats
 
 
 @pytest.mark.parametrize("changes", [{"window": 16}, {"tokens": 100}, {"bos": True}, {"needles": 3}])

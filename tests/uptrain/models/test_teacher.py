@@ -49,6 +49,14 @@ def test_a_missing_or_changed_source_is_not_the_teacher(change, converted, setti
     assert "learns from the text alone" in capfd.readouterr().err.replace("\n", " ")
 
 
+def test_a_record_of_an_older_digest_is_not_trusted_and_says_why(converted, settings, capfd):
+    record = json.loads((converted / "headfold.json").read_text())
+    record["history"][0]["source_digest"] = "ab" * 32
+    (converted / "headfold.json").write_text(json.dumps(record))
+    assert resolve_teacher(settings(), Checkpoint.open(converted)).teacher is None
+    assert "is of an older version" in capfd.readouterr().err.replace("\n", " ")
+
+
 def test_a_checkpoint_that_was_not_converted_has_no_teacher(tiny_checkpoint, settings, capfd):
     assert resolve_teacher(settings(), Checkpoint.open(tiny_checkpoint)).teacher is None
     assert capfd.readouterr().err == ""

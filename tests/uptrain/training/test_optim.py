@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 from headfold.uptrain.settings import UptrainSettings
-from headfold.uptrain.training.optim import make_optimizer, make_schedule
+from headfold.uptrain.training.optim import is_decayed, make_optimizer, make_schedule
+from tiny import tiny_model
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "warmup-stable-decay"])
@@ -43,6 +44,54 @@ def test_norms_and_biases_are_not_decayed():
     assert decayed["weight_decay"] == 0.3
     assert spared["weight_decay"] == 0
     assert len(spared["params"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "over", "part", "decayed"),
+    [
+        # norms of single heads are (H, D)
+        ("cohere", {"use_qk_norm": True}, "q_norm.weight", False),
+        ("stablelm", {"qk_layernorm": True}, "q_layernorm.norms.0.weight", False),
+        ("inkling_text", {}, "self_attn.q_norm.weight", False),
+        # biases and sinks beside weights of experts
+        ("gpt_oss", {}, "experts.gate_up_proj_bias", False),
+        ("gpt_oss", {}, "experts.down_proj", True),
+        ("gpt_oss", {}, "self_attn.sinks", False),
+        ("recurrent_gemma", {}, "rg_lru.input_gate_bias", False),
+        ("recurrent_gemma", {}, "rg_lru.input_gate_weight", True),
+        ("ernie4_5_moe", {}, "moe_statics.e_score_correction_bias", False),
+        # state-space layers
+        ("mamba", {}, "mixer.A_log", False),
+        ("zamba", {}, "mamba.D", False),
+        ("mamba", {}, "mixer.conv1d.weight", True),
+        # matrices, also those of a single row, of experts and of embeddings
+        ("qwen2_moe", {}, "mlp.shared_expert_gate.weight", True),
+        ("mixtral", {}, "experts.gate_up_proj", True),
+        ("llama", {}, "embed_tokens.weight", True),
+        ("gpt2", {}, "attn.c_attn.weight", True),
+        ("gpt2", {}, "attn.c_attn.bias", False),
+    ],
+)
+def test_weight_decay_goes_by_the_kind_of_a_parameter_not_by_its_dimensions(model_type, over, part, decayed):
+    model = tiny_model(model_type, **over)
+    found = [name for name, _ in model.named_parameters() if name.endswith(part)]
+    assert found
+    assert {is_decayed(model, name) for name in found} == {decayed}
+
+
+def test_the_table_of_a_relative_bias_is_not_decayed():
+    model = tiny_model("t5")
+    tables = [name for name, _ in model.named_parameters() if "relative_attention_bias" in name]
+    assert len(tables) == 2
+    assert not any(is_decayed(model, name) for name in tables)
+    assert is_decayed(model, "shared.weight")
+
+
+def test_every_parameter_is_in_one_group_and_tied_ones_once():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    decayed, spared = make_optimizer(model, UptrainSettings()).param_groups
+    counted = [id(weight) for group in (decayed, spared) for weight in group["params"]]
+    assert sorted(counted) == sorted({id(weight) for weight in model.parameters()})
 
 
 def test_adafactor_does_not_depend_on_the_scale_of_the_gradient():
