@@ -13,7 +13,7 @@ import torch
 from ..checkpoint.load import is_seq2seq, load_config, load_language_model, load_tokenizer
 from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
-from ..console import warn
+from ..console import counted, warn
 from ..errors import CheckpointError, DataError, UsageError
 from .results import CONVERTED, OTHER, SOURCE, UPTRAINED, Role
 from .scoring.windows import TokenText
@@ -142,7 +142,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
                 "Its tokenizer does not belong to it; take both from one place.",
             )
     if text.skipped:
-        warn(f"{text.skipped} documents are empty or shorter than two tokens and were skipped.")
+        warn(f"Skipped {counted(text.skipped, 'document')}, empty or shorter than two tokens.")
     return text
 
 

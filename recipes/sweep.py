@@ -125,7 +125,7 @@ def _convert_and_measure(
         try:
             convert_checkpoint(checkpoint, folder, wanted)
         except UnsupportedError as problem:
-            warn(f"{method} with {wanted.groups} groups is left out: {problem.message}")
+            warn(f"{method} with {counted(wanted.groups, 'group')} is left out: {problem.message}")
             return []
         return [_measure(folder, method, documents, window, time.perf_counter() - began)]
 
@@ -148,7 +148,7 @@ def _measure(folder: Path, method: str, documents: Sequence[ScoredDocument], win
         seconds,
         nats.tolist(),
     )
-    info(f"{method} · {row.groups} KV heads · perplexity {row.perplexity:.3f}")
+    info(f"{method} · {counted(row.groups, 'KV head')} · perplexity {row.perplexity:.3f}")
     return row
 
 

@@ -64,8 +64,8 @@ def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length
     whole = min(len(ids), wanted) // sequence_length
     if whole == 0:
         raise DataError(
-            f"The calibration text {corpus.spec} gives {len(ids)} tokens, fewer than one sequence of "
-            f"{sequence_length}.",
+            f"The calibration text {corpus.spec} gives {console.counted(len(ids), 'token')}, fewer than one sequence "
+            f"of {sequence_length}.",
             "Give more text with --calibration.",
         )
     if whole * sequence_length < wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...console import counted
 from ..results import Comparison, DecodeResult, ModelResult
 from ..scoring.perplexity import exponential
 from .figure import (
@@ -284,7 +285,7 @@ def groups_plot(results: Comparison) -> Plot | None:
     axes.set_ylabel("ms per token")
     axes.grid(color=LINE)
     point = last[-1][1]
-    alt_text = "; ".join(f"{heads} heads {number(time)} ms" for heads, time in times.items())
+    alt_text = "; ".join(f"{counted(round(heads), 'head')} {number(time)} ms" for heads, time in times.items())
     return Plot(
         "Time per token against groups",
         f"Batch {point.batch}, {point.context:,} tokens of context, median. The paper’s figure 6, measured here.",

@@ -50,7 +50,7 @@ def _amount(made: MeasurementProtocol) -> str:
 
 def _windows(made: MeasurementProtocol) -> str:
     bos = "each window starts with BOS" if made.bos else "no BOS token"
-    return f"{made.window} tokens, stride {made.stride}, each token scored once; {bos}"
+    return f"{counted(made.window, 'token')}, stride {made.stride}, each token scored once; {bos}"
 
 
 def _targets(targets: TargetProtocol) -> list[tuple[str, str]]:

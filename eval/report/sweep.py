@@ -116,7 +116,9 @@ def write_tradeoff(
 
 def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
     """Draw perplexity against KV-cache bytes for a page."""
-    alt_text = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
+    alt_text = "; ".join(
+        f"{row.method} with {counted(row.groups, 'KV head')}: {number(row.perplexity)}" for row in rows
+    )
     return Plot(
         "What each number of KV heads costs",
         "Before any uptraining; down and to the left is better. Dashed: the source.",

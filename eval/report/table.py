@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ...console import human_bytes
+from ...console import counted, human_bytes
 from ..results import AgainstSource, Comparison, ModelResult, RecoveredShare, ReportedEstimate, TaskResult
 from .format import Cell, TableRow, change, count, gain, number, percent, signed, times, whole_percent, with_interval
 
@@ -158,7 +158,7 @@ def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
             return Cell("–")
         tokens = "no limit" if fits.tokens is None else f"{count(fits.tokens)} tokens"
         longest = fits.batches[-1]
-        return Cell(tokens, f"{longest.batch:,} sequences of {longest.context:,}")
+        return Cell(tokens, f"{counted(longest.batch, 'sequence')} of {longest.context:,}")
 
     # GB and not GiB, as devices are sold
     label = f"Fits into {first.memory_bytes / 1e9:,.3g} GB"
