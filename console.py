@@ -181,6 +181,11 @@ def parse_bytes(text: str, kind: str) -> int:
     return size
 
 
+def counted(number: int, noun: str) -> str:
+    """Write '1 document' or '1,200 documents'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def human_seconds(seconds: float) -> str:
     """Write 75 as '1m15s', and above one hour only hours and minutes."""
     whole = round(seconds)

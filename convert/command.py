@@ -137,8 +137,9 @@ def inspect(
         for row in found.cache
     ]
     console.table(
-        f"{checkpoint}: {found.model_type} ({found.model_class}), {found.parameters:,} parameters, "
-        f"{found.attention_layers} layers, {found.query_heads} query heads, {found.kv_heads} KV heads of width "
+        f"{checkpoint}: {found.model_type} ({found.model_class}), {console.counted(found.parameters, 'parameter')}, "
+        f"{console.counted(found.attention_layers, 'layer')}, {console.counted(found.query_heads, 'query head')}, "
+        f"{console.counted(found.kv_heads, 'KV head')} of width "
         f"{found.head_dim}, cache in {found.dtype}",
         ["groups", "KV bytes per token", "per 1,000 tokens", "of the source", "queries per KV head", *_STACK_COLUMNS],
         rows,

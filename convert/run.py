@@ -19,7 +19,7 @@ from ..checkpoint.publish import claiming, publishing, refuse_overlap
 from ..checkpoint.record import named_source, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
-from ..console import info, progress, warn
+from ..console import counted, info, progress, warn
 from ..errors import UsageError
 from ..local_paths import expanded
 from ..settings import validated
@@ -323,7 +323,7 @@ def warn_about_source(plan: Plan) -> None:
     if not plan.changes:
         copied = all(action.kind == "copy" for action in plan.actions.values())
         kept = "every tensor is copied as it is" if copied else "no KV head is merged"
-        info(f"The source has {plan.groups} KV heads already: {kept}.")
+        info(f"The source has {counted(plan.groups, 'KV head')} already: {kept}.")
 
 
 def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict[str, Any]:

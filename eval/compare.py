@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.publish import claiming, publishing, refuse_overlap
-from ..console import info, process_count
+from ..console import counted, info, process_count
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
 from ..local_paths import command_line, expanded
 from .measurements import ModelMeasurements, ModelPair, model_result
-from .measures.intervals import LEVEL, RESAMPLES, SEED
+from .measures import intervals
 from .measures.retrieval import hide_passages
 from .measures.tasks import TaskSettings, find_tasks, task_identity
 from .models import ComparedModel, open_models, tokenize_for_all
@@ -42,7 +42,7 @@ from .vs_source import against_source
 
 # Numbers may differ between versions of these.
 _PACKAGES = ("headfold", "torch", "transformers", "tokenizers", "scipy")
-_SAVED_FORMAT = 2
+_SAVED_FORMAT = 3
 """Goes up when saved measurements change their form, so that older ones are measured again."""
 
 
@@ -171,8 +171,8 @@ def _source_cache(settings: EvalSettings, identity: dict[str, Any]) -> SourceCac
 def _announce(corpus: Corpus, text: TokenText, protocol: EvalProtocol, models: Sequence[ComparedModel]) -> None:
     processes = f", {process_count()} processes" if process_count() > 1 else ""
     info(
-        f"{text.scored:,} tokens of {len(text.documents)} documents from {corpus.spec}, "
-        f"{len(models)} models, {protocol.dtype_name} on {protocol.device}{processes}"
+        f"{counted(text.scored, 'token')} of {counted(len(text.documents), 'document')} from {corpus.spec}, "
+        f"{counted(len(models), 'model')}, {protocol.dtype_name} on {protocol.device}{processes}"
     )
 
 
@@ -231,13 +231,23 @@ def _protocol_of(
         text_sha256=text.text_sha256,
         ids_sha256=text.ids_sha256,
         documents=len(text.documents),
+        effective_documents=intervals.effective_number(
+            intervals.float_array(document.scored for document in text.documents)
+        ),
         skipped=text.skipped,
         truncated=text.truncated,
         tokens=total.tokens,
         utf8_bytes=total.utf8_bytes,
         bos=text.bos,
         uniform_perplexity=float(vocab),  # each of the ids is equally likely to a model that guesses
-        interval=IntervalProtocol(method="BCa bootstrap over documents", level=LEVEL, resamples=RESAMPLES, seed=SEED),
+        interval=IntervalProtocol(
+            method=intervals.METHOD,
+            level=intervals.LEVEL,
+            resamples=intervals.RESAMPLES,
+            seed=intervals.SEED,
+            fewest_documents=intervals.FEWEST_DOCUMENTS,
+            fewest_effective=intervals.FEWEST_EFFECTIVE,
+        ),
     )
 
 

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from ..console import info
 from .measures.capacity import CacheSize
-from .measures.intervals import Array, Estimate, float_array, mean_estimate, ratio_estimate
+from .measures.intervals import Array, Estimate, clustered_mean, float_array, ratio_estimate
 from .measures.kv_cache import DecodeTimes, measure_cache, measure_cross_cache
 from .measures.recovery import read_recovery
 from .measures.retrieval import HiddenPassage, RetrievalScores, mean_gains, score_retrieval
-from .measures.tasks import TaskAnswers, TaskSettings, answer_tasks
+from .measures.tasks import TaskAnswers, TaskSettings, answer_tasks, answers_mean
 from .models import ComparedModel
 from .protocol import EvalProtocol
 from .results import (
@@ -186,7 +186,8 @@ def _decode_result(times: DecodeTimes) -> DecodeResult:
 def _retrieval_result(found: RetrievalScores) -> RetrievalResult:
     return RetrievalResult(
         length=found.length,
-        gain_nats=mean_estimate(mean_gains(found)).reported(),
+        documents=len(set(found.documents)),
+        gain_nats=clustered_mean(mean_gains(found), found.documents).reported(),
         gain_by_depth=np.mean(found.gain_nats, axis=0).tolist(),
         found_by_depth=np.mean(found.found_share, axis=0).tolist(),
     )
@@ -199,7 +200,7 @@ def _task_result(answers: TaskAnswers) -> TaskResult:
         measure=answers.measure,
         higher_is_better=answers.higher_is_better,
         questions=len(values),
-        mean=mean_estimate(values).reported(),
+        mean=answers_mean(answers).reported(),
         # ddof=1: the mean comes from the same questions
         standard_error=float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None,
     )

@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.load import is_seq2seq, load_config, load_language_model, load_tokenizer
 from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
-from ..console import warn
+from ..console import counted, warn
 from ..corpus import refuse_unknown_ids
 from ..errors import CheckpointError, UsageError
 from ..local_paths import expanded
@@ -147,7 +147,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
     for model in models:
         refuse_unknown_ids(highest, model.vocab, model.name)
     if text.skipped:
-        warn(f"{text.skipped} documents are empty or shorter than two tokens and were skipped.")
+        warn(f"Skipped {counted(text.skipped, 'document')}, empty or shorter than two tokens.")
     return text
 
 

@@ -20,7 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import DataError, UsageError
 
 # The kind tells results from other JSON files, and the schema tells versions of headfold apart.
-SCHEMA, KIND = 2, "headfold.eval"
+SCHEMA, KIND = 3, "headfold.eval"
+_READABLE = (2, SCHEMA)
+"""Schema 2 lacks effective numbers and intervals of speed ratios, which are optional here."""
 RESULTS_NAME = "results.json"
 SOURCE: Final = "source"
 CONVERTED: Final = "converted"
@@ -38,7 +40,7 @@ class ResultRecord(BaseModel):
 
 
 class ReportedEstimate(ResultRecord):
-    """A value and its 95 % interval. Low and high are null where there is only one document."""
+    """A value and its 95 % interval. Low and high are null where documents are too few for an interval."""
 
     value: float | None
     low: float | None
@@ -46,9 +48,14 @@ class ReportedEstimate(ResultRecord):
 
 
 class RecoveredShare(ReportedEstimate):
-    """Share of the log-perplexity lost by the model named ``converted`` that uptraining recovered."""
+    """Share of the log-perplexity lost by the model named ``converted`` that uptraining recovered.
+
+    Attributes:
+        missing: reason why there is no share (null where there is one).
+    """
 
     converted: str
+    missing: str | None = None
 
 
 class RepeatSpread(ResultRecord):
@@ -63,6 +70,17 @@ class RepeatSpread(ResultRecord):
         """Summarise the timings of all repeats."""
         # the median, since one slow moment of the machine must not move the number
         return cls(median=statistics.median(values), min=min(values), max=max(values))
+
+
+class SpeedGain(RepeatSpread):
+    """Ratios of paired timings, and the 95 % interval of their typical value.
+
+    Attributes:
+        low, high: null where there was a single repeat.
+    """
+
+    low: float | None = None
+    high: float | None = None
 
 
 class CapacityBatch(ResultRecord):
@@ -97,9 +115,14 @@ class DecodeResult(ResultRecord):
 
 
 class RetrievalResult(ResultRecord):
-    """Nats per token that a hidden passage saves, for one length of text. Lists go by depth."""
+    """Nats per token that a hidden passage saves, for one length of text. Lists go by depth.
+
+    Attributes:
+        documents: documents that the passages come from.
+    """
 
     length: int
+    documents: int | None = None
     gain_nats: ReportedEstimate
     gain_by_depth: list[float]
     found_by_depth: list[float]
@@ -128,8 +151,8 @@ class SpeedRatio(ResultRecord):
 
     context: int
     batch: int
-    decode: RepeatSpread
-    first_token: RepeatSpread
+    decode: SpeedGain
+    first_token: SpeedGain
 
 
 class KlHistogram(ResultRecord):
@@ -250,12 +273,18 @@ class ModelResult(ResultRecord):
 
 
 class IntervalProtocol(ResultRecord):
-    """Method of the intervals."""
+    """Method of the intervals.
+
+    Attributes:
+        fewest_documents, fewest_effective: below these there is no interval.
+    """
 
     method: str
     level: float
     resamples: int
     seed: int
+    fewest_documents: int = 2
+    fewest_effective: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -266,14 +295,14 @@ class DecodeSettings:
         contexts: prompt tokens (for an encoder-decoder, tokens that its encoder reads).
         batches: sequences decoded side by side.
         new_tokens: tokens decoded after the first.
-        repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them. 0 measures
-            nothing.
+        repeats: runs per model. Models take turns, so that a slow moment of the machine hits all of them, and who goes
+            first alternates. 0 measures nothing.
     """
 
     contexts: tuple[int, ...] = (64, 256)
     batches: tuple[int, ...] = (1, 8)
     new_tokens: int = 32
-    repeats: int = 3
+    repeats: int = 6
 
     def points(self) -> list[tuple[int, int]]:
         """List the pairs of context and batch, the most demanding one last."""
@@ -315,6 +344,7 @@ class MeasurementProtocol(ResultRecord):
         tokens: scored tokens.
         skipped: documents left out because they are empty or too short.
         truncated: the last document was cut.
+        effective_documents: documents of equal length that would tell as much, ``(Σ tokens)² / Σ tokens²``.
         vocab: ids that all distributions are over.
         uniform_perplexity: perplexity of a model that guesses.
         targets: null for models without an encoder.
@@ -338,6 +368,7 @@ class MeasurementProtocol(ResultRecord):
     text_sha256: str
     ids_sha256: str
     documents: int
+    effective_documents: float | None = None
     skipped: int
     truncated: bool
     tokens: int
@@ -361,8 +392,9 @@ class SweepRow:
 
     Attributes:
         method: the merging method, or ``source``.
-        perplexity, low, high: with its 95 % interval over documents (low and high are None for a single document).
+        perplexity, low, high: with its 95 % interval over documents (low and high are None for too few documents).
         seconds: duration of the conversion without calibration.
+        nll_nats: summed negative log-likelihood of each document (None in files of earlier versions).
     """
 
     method: str
@@ -372,6 +404,7 @@ class SweepRow:
     low: float | None
     high: float | None
     seconds: float
+    nll_nats: list[float] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -380,10 +413,16 @@ class SweepRow:
 
 
 class SweepResults(ResultRecord):
-    """The typed content of sweep.json. ``details`` say how the rows were measured."""
+    """The typed content of sweep.json.
+
+    Attributes:
+        details: how the rows were measured.
+        document_tokens: scored tokens of each document (None in files of earlier versions).
+    """
 
     details: dict[str, Any]
     rows: list[SweepRow]
+    document_tokens: list[int] | None = None
 
 
 class Comparison(ResultRecord):
@@ -453,9 +492,9 @@ def read_results(path: Path) -> Comparison:
     # kind and schema come first: a file of another version has other keys, and its version is the reason to state
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise DataError(f"{file} does not hold the results of headfold eval.", _ANOTHER_FOLDER)
-    if content.get("schema") != SCHEMA:
+    if content.get("schema") not in _READABLE:
         raise DataError(
-            f"{file} has schema {content.get('schema')}, this headfold reads {SCHEMA}.",
+            f"{file} has schema {content.get('schema')}, this headfold reads {' and '.join(map(str, _READABLE))}.",
             "Use the headfold that wrote it.",
         )
     try:

@@ -35,7 +35,7 @@ class EvalSettings(RecordSettings):
     device: str = Field("auto", description="where to run: auto, cpu, cuda, …")
 
     repeats: Annotated[int, Panel("Decoding speed and memory")] = Field(
-        3, ge=0, description="timings of each point, the models in turn; 0: no timing"
+        6, ge=0, description="timings of each point, the models in turn; 0: no timing"
     )
     contexts: Counts | None = Field(
         None, description="prompt lengths to decode after; default 64,256 on a CPU, else 256,1024,4096"

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from .measurements import ModelPair
-from .measures.intervals import Array, float_array, mean_estimate, ratio_estimate
+from .measures.intervals import Array, bounded_estimate, clustered_mean, float_array, paired_ratio, ratio_estimate
 from .measures.kv_cache import DecodeTimes
 from .measures.recovery import reported_recovery
 from .measures.retrieval import mean_gains
+from .measures.tasks import answers_change
 from .results import (
     UPTRAINED,
     AgainstSource,
@@ -21,8 +22,8 @@ from .results import (
     DocumentChange,
     KlHistogram,
     RecoveredShare,
-    RepeatSpread,
     RetrievalChange,
+    SpeedGain,
     SpeedRatio,
     TaskChange,
     TokenChange,
@@ -59,10 +60,10 @@ def against_source(
     all_kl = None if kl_N is None else np.concatenate(list(kl_N))
     return AgainstSource(
         perplexity_ratio=ratio_estimate(after - before, tokens).map(exponential).reported(),
-        kl_nats=None if kl_N is None else ratio_estimate(_sums(kl_N), tokens).reported(),
+        kl_nats=None if kl_N is None else bounded_estimate(_sums(kl_N), tokens, 0).reported(),
         kl_percentiles=None if all_kl is None else _percentiles(all_kl),
         kl_histogram=None if all_kl is None else _histogram(all_kl),
-        same_top_token=ratio_estimate(_sums(pair.scores.same_top_N), tokens).reported(),
+        same_top_token=bounded_estimate(_sums(pair.scores.same_top_N), tokens, 0, 1).reported(),
         cache_ratio=pair.source.own.cache.bytes_per_token / pair.other.own.cache.bytes_per_token,
         cross_cache_ratio=_cross_cache_ratio(pair),
         speedup=_speed_ratios(pair),
@@ -113,9 +114,14 @@ def _speed_ratio(source: DecodeTimes, other: DecodeTimes) -> SpeedRatio:
     return SpeedRatio(
         context=source.context,
         batch=source.batch,
-        decode=RepeatSpread.of([before / after for before, after in decode]),
-        first_token=RepeatSpread.of([before / after for before, after in first]),
+        decode=_gain([before / after for before, after in decode]),
+        first_token=_gain([before / after for before, after in first]),
     )
+
+
+def _gain(ratios: Sequence[float]) -> SpeedGain:
+    found = paired_ratio(ratios)
+    return SpeedGain(median=found.value, min=min(ratios), max=max(ratios), low=found.low, high=found.high)
 
 
 def _by_context(scores: PairScores, window: int, stride: int) -> list[ContextBin]:
@@ -200,7 +206,7 @@ def _retrieval_changes(pair: ModelPair) -> list[RetrievalChange]:
     return [
         RetrievalChange(
             length=before.length,
-            gain_difference_nats=mean_estimate(mean_gains(after) - mean_gains(before)).reported(),
+            gain_difference_nats=clustered_mean(mean_gains(after) - mean_gains(before), before.documents).reported(),
         )
         for before, after in zip(pair.source.own.retrieval, pair.other.own.retrieval, strict=True)
     ]
@@ -212,7 +218,7 @@ def _task_changes(pair: ModelPair) -> list[TaskChange]:
         TaskChange(
             task=before.task,
             measure=before.measure,
-            difference=mean_estimate(float_array(after.values) - float_array(before.values)).reported(),
+            difference=answers_change(before, after).reported(),
         )
         for before, after in zip(pair.source.own.tasks, pair.other.own.tasks, strict=True)
     ]
@@ -227,4 +233,5 @@ def _recovered(pair: ModelPair, pairs: Sequence[ModelPair]) -> RecoveredShare | 
     if not converted:
         return None
     before, lost, after = (found.document_nats for found in (pair.source, converted[-1], pair.other))
-    return reported_recovery(before, lost, after, converted[-1].model.name)
+    tokens = float_array(document.scored for document in pair.scores.source.documents)
+    return reported_recovery(before, lost, after, tokens, converted[-1].model.name)

@@ -26,12 +26,15 @@ def sweep(
     Repeat the same command to continue a sweep that was stopped.
     """
     # imported here, like torch in all commands, so that --help is fast
-    from ..eval.report.sweep import COLUMNS, read_sweep, table_rows
+    from ..eval.report.sweep import COLUMNS, certainty, read_sweep, table_rows
     from .sweep import sweep as run_sweep
 
     page = run_sweep(checkpoint, out, settings)
     # from the file, which also holds the rows of an earlier try
-    console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(read_sweep(out).rows))
+    found = read_sweep(out)
+    console.table(f"{checkpoint} before uptraining", COLUMNS, table_rows(found.rows))
+    for sentence in certainty(found):
+        console.data.print(sentence, markup=False)
     console.result(page)
 
 

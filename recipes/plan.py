@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..console import info
+from ..console import counted, info
 from ..convert.inspect import inspect_checkpoint
 from ..convert.refinement.fit import RefineSettings
 from ..convert.run import plan_conversion
@@ -37,7 +37,7 @@ def _rows_of_config(recipe: Recipe, problem: HeadfoldError) -> list[tuple[str, s
         raise problem
     return [
         ("model type", found.model_type, ""),
-        (f"KV heads of {found.query_heads} query heads", str(found.kv_heads), str(wanted.groups)),
+        (f"KV heads of {counted(found.query_heads, 'query head')}", str(found.kv_heads), str(wanted.groups)),
         ("KV cache per token, bytes", f"{sizes[max(sizes)]:,}", f"{sizes[wanted.groups]:,}"),
         ("method", "", wanted.resolved_method),
     ]

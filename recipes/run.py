@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.record import last_entry
-from ..console import info
+from ..console import counted, info
 from ..convert.plan import Plan
 from ..convert.run import plan_conversion, run_plan
 from ..corpus import HELDOUT, TRAIN, Columns, is_local, open_corpus
@@ -57,7 +57,7 @@ def run_recipe(recipe: Recipe, folder: str | Path, launch_config: Path | None = 
 def _run_steps(recipe: Recipe, plan: Plan, folder: Path, launch_config: Path | None) -> Path:
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
     if not _done("convert", converted, "Conversion"):
-        info(f"Converting {recipe.checkpoint} to {plan.groups} groups by {plan.method_name}.")
+        info(f"Converting {recipe.checkpoint} to {counted(plan.groups, 'group')} by {plan.method_name}.")
         run_plan(plan, converted)
     if not _done("uptrain", uptrained, "Uptraining"):
         info(f"Uptraining on {recipe.uptrain.data}.")

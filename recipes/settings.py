@@ -26,7 +26,9 @@ class SweepSettings(CalibrationSettings):
     refine: int = Field(200, gt=0, description="refinement steps per layer for methods with +refine")
     data: str = Field(description="text to measure on, never the text that calibration reads")
     tokens: int = Field(32_768, gt=0, description="tokens to score")
-    window: int = Field(512, gt=1, description="tokens that a model sees at once")
+    window: int | None = Field(
+        None, gt=1, description="tokens that a model sees at once; default 512 or the model's own limit"
+    )
 
     @field_validator("methods")
     @classmethod

@@ -14,18 +14,18 @@ import torch
 
 from ..checkpoint.load import is_seq2seq, load_language_model, load_tokenizer
 from ..checkpoint.source import Checkpoint
-from ..console import info, warn
+from ..console import counted, info, warn
 from ..convert.calibration.calibrate import calibrate
 from ..convert.family.model_type import ModelType
 from ..convert.methods.table import METHODS
 from ..convert.run import convert_checkpoint, plan_conversion
 from ..convert.settings import CalibrationSettings, ConvertSettings
 from ..corpus import HELDOUT, TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError
 from ..eval.measures.intervals import ratio_estimate
 from ..eval.measures.kv_cache import measure_cache
 from ..eval.report.sweep import PAGE_NAME, SweepRow, read_rows, write_tradeoff
-from ..eval.scoring.limits import position_limit
+from ..eval.scoring.limits import choose_window, has_learned_positions, position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_text
@@ -64,20 +64,17 @@ def _sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     if read.plain:  # the column is that of the other text
         settings = settings.model_copy(update={"text_column": TEXT.text})
     tokenizer = load_tokenizer(source.folder)
-    longest = position_limit(ModelType(source.config).resolved, tokenizer)
-    if longest is not None and settings.window > longest:
-        raise UsageError(
-            f"The model takes {longest} tokens, fewer than a window of {settings.window}.", f"--window {longest}"
-        )
-    documents = _documents(source, tokenizer, corpus, settings)
-    details = _details(source, settings, corpus.describe())
+    window = _window(source, tokenizer, settings)
+    documents = _documents(source, tokenizer, corpus, settings, window)
+    tokens = [document.scored for document in documents]
+    details = _details(source, settings, window, corpus.describe())
     rows = read_rows(out, details)
     out.mkdir(parents=True, exist_ok=True)
     done = {row.key for row in rows}
     if rows:
-        info(f"{len(rows)} rows are measured already.")
+        info(f"{counted(len(rows), 'row')} measured already.")
     if SOURCE not in {row.method for row in rows}:
-        rows.append(_measure(source.folder, SOURCE, documents, settings, 0.0))
+        rows.append(_measure(source.folder, SOURCE, documents, window, 0.0))
     statistics = out / "statistics.safetensors"  # one pass over the calibration text serves every row
     if any(METHODS[method.removesuffix(REFINED)].reads_text for method in settings.methods):
         wanted = _conversion(settings, "folded", plans[0].groups, statistics)
@@ -86,17 +83,28 @@ def _sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
         for method in settings.methods:
             if (method, groups) not in done:
                 wanted = _conversion(settings, method, groups, statistics)
-                rows += _convert_and_measure(checkpoint, method, wanted, documents, settings)
+                rows += _convert_and_measure(checkpoint, method, wanted, documents, window)
                 # after each row, so that a sweep that is stopped loses one conversion at most
-                write_tradeoff(rows, out, details)
-    write_tradeoff(rows, out, details)
+                write_tradeoff(rows, out, details, tokens)
+    write_tradeoff(rows, out, details, tokens)
     return out / PAGE_NAME
 
 
-def _documents(source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings) -> Sequence[ScoredDocument]:
+def _window(source: Checkpoint, tokenizer: Any, settings: SweepSettings) -> int:
+    """Choose the window as ``headfold eval`` does."""
+    limit = position_limit(ModelType(source.config).resolved, tokenizer)
+    too_long = settings.window is not None and limit is not None and settings.window > limit
+    # building the model's skeleton takes seconds, so it is built only where the answer matters
+    learned = too_long and has_learned_positions(load_language_model(source.folder, device_map="meta"))
+    return choose_window(settings.window, limit, learned)
+
+
+def _documents(
+    source: Checkpoint, tokenizer: Any, corpus: Corpus, settings: SweepSettings, window: int
+) -> Sequence[ScoredDocument]:
     """Cut the text into documents, or into pairs by span corruption for an encoder-decoder."""
     if is_seq2seq(ModelType(source.config).resolved):
-        return target_text(tokenizer, corpus, TargetSettings(settings.window), max_tokens=settings.tokens).documents
+        return target_text(tokenizer, corpus, TargetSettings(window), max_tokens=settings.tokens).documents
     return tokenize_text(tokenizer, corpus, max_tokens=settings.tokens).documents
 
 
@@ -119,7 +127,7 @@ def _convert_and_measure(
     method: str,
     wanted: ConvertSettings,
     documents: Sequence[ScoredDocument],
-    settings: SweepSettings,
+    window: int,
 ) -> list[SweepRow]:
     """Measure one conversion, and return no row if the method refuses this checkpoint."""
     # checkpoints are large, so only one exists at a time
@@ -129,17 +137,15 @@ def _convert_and_measure(
         try:
             convert_checkpoint(checkpoint, folder, wanted, measure=False)
         except UnsupportedError as problem:
-            warn(f"{method} with {wanted.groups} groups is left out: {problem.message}")
+            warn(f"{method} with {counted(wanted.groups, 'group')} is left out: {problem.message}")
             return []
-        return [_measure(folder, method, documents, settings, time.perf_counter() - began)]
+        return [_measure(folder, method, documents, window, time.perf_counter() - began)]
 
 
-def _measure(
-    folder: Path, method: str, documents: Sequence[ScoredDocument], settings: SweepSettings, seconds: float
-) -> SweepRow:
+def _measure(folder: Path, method: str, documents: Sequence[ScoredDocument], window: int, seconds: float) -> SweepRow:
     # float32, since rounding to bf16 could hide the difference between two methods
     model = load_language_model(folder, dtype=torch.float32)
-    parts = score(model, documents, window=settings.window).per_document()
+    parts = score(model, documents, window=window).per_document()
     nats, tokens = (np.array([getattr(part, name) for part in parts], float) for name in ("nll_nats", "tokens"))
     estimate = ratio_estimate(nats, tokens).map(math.exp)
     cache = measure_cache(model)
@@ -152,12 +158,13 @@ def _measure(
         estimate.low,
         estimate.high,
         seconds,
+        nats.tolist(),
     )
-    info(f"{method} · {row.groups} KV heads · perplexity {row.perplexity:.3f}")
+    info(f"{method} · {counted(row.groups, 'KV head')} · perplexity {row.perplexity:.3f}")
     return row
 
 
-def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) -> dict[str, Any]:
+def _details(source: Checkpoint, settings: SweepSettings, window: int, text: dict[str, str]) -> dict[str, Any]:
     """List what determines the numbers. A sweep continues only where all of it is the same."""
     targets = {"perplexity": "per target token: spans cut out of the text, sentinels and EOS"}
     return {
@@ -165,7 +172,7 @@ def _details(source: Checkpoint, settings: SweepSettings, text: dict[str, str]) 
         "weights": source.digest()[-16:],
         "text": f"{text['corpus']} ({text['revision']}), sha256 {text.get('sha256', 'unknown')[:16]}",
         "tokens": settings.tokens,
-        "window": settings.window,
+        "window": window,
         "calibration": settings.calibration,
         "calibration tokens": settings.calibration_tokens,
         "calibration sequence length": settings.sequence_length,

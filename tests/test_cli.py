@@ -129,18 +129,29 @@ def test_a_place_that_cannot_be_written_is_one_sentence(capfd, tmp_path):
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize(("limit", "code"), [("2%", 1), ("0.06", 0), ("six", 2)])
-def test_a_build_can_fail_by_a_report(limit, code, capfd, monkeypatch, tmp_path):
-    """A last model that is 5 % worse than its source."""
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--fail-over", "2%"], 1, "5.00%, more than 2.00%"),
+        (["--fail-over", "0.06"], 1, "may be worse than the source's by 7.00%, more than 6.00%"),
+        (["--fail-over", "0.06", "--fail-by", "bound"], 1, "7.00%, more than 6.00%"),
+        (["--fail-over", "0.06", "--fail-by", "point"], 0, ""),
+        (["--fail-over", "8%"], 0, ""),
+        (["--fail-over", "six"], 2, "six"),
+        (["--fail-by", "point"], 2, "no limit is given"),
+    ],
+)
+def test_a_build_can_fail_by_a_report(options, code, says, capfd, monkeypatch, tmp_path):
+    """A last model that is 5 % worse than its source, and 7 % at the upper end of the interval."""
     from headfold.eval.report import merge
     from headfold.eval.report import write as report
 
-    ratio = SimpleNamespace(value=1.05)
+    ratio = SimpleNamespace(value=1.05, low=1.03, high=1.07)
     last = SimpleNamespace(against_source=SimpleNamespace(perplexity_ratio=ratio))
     monkeypatch.setattr(merge, "read_and_merge", lambda paths: SimpleNamespace(last=last))
     monkeypatch.setattr(report, "print_report", lambda results: None)
-    assert run("report", str(tmp_path), "--fail-over", limit) == code
-    assert ("5.00%, more than 2.00%" in capfd.readouterr().err) == (code == 1)
+    assert run("report", str(tmp_path), *options) == code
+    assert says in capfd.readouterr().err
 
 
 def test_a_budget_can_be_looked_at_before_anything_is_there(capsys):

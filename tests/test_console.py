@@ -51,3 +51,16 @@ def test_bytes_for_people(count, text):
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (75, "1m15s"), (3700, "1h01m")])
 def test_seconds_for_people(seconds, text):
     assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "shown"),
+    [
+        (1, "document", "1 document"),
+        (0, "token", "0 tokens"),
+        (2, "KV head", "2 KV heads"),
+        (1234, "row", "1,234 rows"),
+    ],
+)
+def test_one_thing_is_not_called_things(number, noun, shown):
+    assert console.counted(number, noun) == shown

@@ -101,7 +101,8 @@ def _read_blocks(
     whole = min(begin, wanted) // length
     if whole == 0:
         raise DataError(
-            f"The calibration text {corpus.spec} gives {len(ids)} tokens, fewer than one sequence of {length}.",
+            f"The calibration text {corpus.spec} gives {console.counted(len(ids), 'token')}, fewer than one sequence "
+            f"of {length}.",
             "Give more text with --calibration.",
         )
     if whole * length < wanted:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoint.source import Checkpoint
+from ...console import counted
 from ...errors import CheckpointError, UsageError
 from .attention_layer import AttentionLayer
 from .finder import find_layers, in_order, refuse_left_behind
@@ -122,7 +123,8 @@ def check_groups(groups: int, kv_heads: int, counts: list[int] | None = None) ->
         return
     choices = ", ".join(map(str, counts)) if len(counts) > 2 else f"only {' or '.join(map(str, counts))}"
     raise UsageError(
-        f"{kv_heads} KV heads cannot be merged into {groups} groups.", f"Possible numbers of groups: {choices}."
+        f"{counted(kv_heads, 'KV head')} cannot be merged into {counted(groups, 'group')}.",
+        f"Possible numbers of groups: {choices}.",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.source import Checkpoint
-from ...console import info, warn
+from ...console import counted, info, warn
 from ...errors import DataError, UnsupportedError
 from ..calibration.source_model import SourceModel
 from ..calibration.text import CalibrationText
@@ -45,7 +45,7 @@ class Refinement:
         Returns:
             The entry for the record.
         """
-        info(f"Refining {len(self.layers)} layers, {self.settings.steps} steps each.")
+        info(f"Refining {counted(len(self.layers), 'layer')}, {counted(self.settings.steps, 'step')} each.")
         fits = refine_folder(
             model_folder(source),
             folder,

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ...checkpoint.source import Checkpoint
+from ...console import counted
 from ...errors import CheckpointError, UnsupportedError, UsageError
 from ..family.family import group_counts
 from ..family.model_type import ModelType
@@ -129,7 +130,8 @@ def _require_sizes(resolved: Any) -> None:
             raise CheckpointError(f"config.json asks for a model whose {name} is {size}.", "Repair config.json.")
     if resolved.hidden_size % resolved.num_attention_heads:
         raise CheckpointError(
-            f"config.json asks for {resolved.num_attention_heads} heads in a hidden size of {resolved.hidden_size}.",
+            f"config.json asks for {counted(resolved.num_attention_heads, 'head')} in a hidden size of "
+            f"{resolved.hidden_size}.",
             "Repair config.json.",
         )
 
@@ -146,7 +148,8 @@ def rewritten(checkpoint: Checkpoint, route: Route, *groups: int) -> RewrittenCh
     impossible = [number for number in groups if number not in route.groups]
     if target is None or impossible:
         raise UsageError(
-            f"{route.heads} KV heads of type {route.model_type.name} cannot be merged into {impossible[0]} groups.",
+            f"{counted(route.heads, 'KV head')} of type {route.model_type.name} cannot be merged into "
+            f"{counted(impossible[0], 'group')}.",
             f"Possible numbers of groups: {', '.join(map(str, route.groups))}.",
         )
     return as_target(checkpoint, route, target)

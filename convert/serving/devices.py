@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...console import counted
+
 SIZES = (1, 2, 4, 8)
 """Numbers of devices that a table shows."""
 EVEN, COPIED, REFUSED = "even", "copied", "refused"
@@ -98,7 +100,7 @@ def slow_kernels(query_heads: int, kv_heads: int) -> list[str]:
 
 def parallel_warnings(groups: int, devices: int) -> list[str]:
     """Warn somebody who wants to serve ``groups`` KV heads on ``devices``, before anything is converted."""
-    heads = "1 KV head" if groups == 1 else f"{groups} KV heads"
+    heads = counted(groups, "KV head")
     found = []
     if devices % groups and groups % devices:
         found.append(

@@ -157,7 +157,8 @@ def _forward(model: Any, ids_BT: Tensor, cache: Any, inputs: dict[str, Any]) -> 
 def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[list[DecodeTimes]]:
     """Time greedy decoding with a KV cache at every context and batch, and return one list per model.
 
-    Each model first runs once untimed, which warms it up and measures its memory. Then the models take turns.
+    Each model first runs once untimed, which warms it up and measures its memory. Then the models take turns, in
+    reverse order in every second repeat.
     """
     results: list[list[DecodeTimes]] = [[] for _ in models]
     points = settings.points()
@@ -167,8 +168,10 @@ def measure_decoding(models: Sequence[Any], settings: DecodeSettings) -> list[li
                 peak = peak_bytes(model.device, partial(_decode_once, model, context, batch, settings.new_tokens))
                 result.append(DecodeTimes(context, batch, settings.new_tokens, _weight_bytes(model) + peak))
                 advance()
-            for _ in range(settings.repeats):
-                for model, result in zip(models, results, strict=True):
+            pairs = list(zip(models, results, strict=True))
+            for repeat in range(settings.repeats):
+                # who goes first alternates, so that a drift of the machine favours no model
+                for model, result in pairs if repeat % 2 == 0 else reversed(pairs):
                     first, decode = _decode_once(model, context, batch, settings.new_tokens)
                     result[-1].first_token_seconds.append(first)
                     result[-1].decode_seconds.append(decode)

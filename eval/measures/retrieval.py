@@ -10,8 +10,9 @@ Letters of shapes: W passages, B sequences of a batch, T tokens, N scored tokens
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,22 +37,29 @@ _MOST_TOKENS = 2048
 
 @dataclass(frozen=True)
 class HiddenPassage:
-    """One passage in one text: a sequence with the needle for each depth, and last the sequence without it."""
+    """One passage in one text: a sequence with the needle for each depth, and last the sequence without it.
+
+    Attributes:
+        document: index of the document that the needle begins in.
+    """
 
     length: int
+    document: int
     sequences: list[list[int]]
 
 
 @dataclass(frozen=True)
 class RetrievalScores:
-    """Scores of one model on the passages of one length. Both lists are of shape (W, depths).
+    """Scores of one model on the passages of one length. Nested lists are of shape (W, depths).
 
     Attributes:
+        documents: index of each passage's document. Passages of one document are not independent.
         gain_nats: nats per answer token that the needle saves, compared with the same text without it.
         found_share: share of the answer's tokens that the model ranks first when the needle is there.
     """
 
     length: int
+    documents: list[int]
     gain_nats: list[list[float]]
     found_share: list[list[float]]
 
@@ -71,7 +79,10 @@ def drop_long_texts(settings: NeedleSettings, limit: int | None) -> NeedleSettin
 
 
 def hide_passages(documents: Sequence[ScoredDocument], settings: NeedleSettings) -> list[HiddenPassage]:
-    """Draw passages and the text around them from the scored text. Lengths that it is too short for are left out."""
+    """Draw passages and the text around them from the scored text. Lengths that it is too short for are left out.
+
+    Passages of one length come from different documents, until every document has given one.
+    """
     stream = [token for document in documents for token in document.ids[1:]]
     bos = [documents[0].ids[0]] if documents[0].bos else []
     draw = random.Random(SEED)
@@ -81,21 +92,32 @@ def hide_passages(documents: Sequence[ScoredDocument], settings: NeedleSettings)
         if hay < 2 * NEEDLE or len(stream) < 2 * (hay + NEEDLE):
             warn(f"No passages are hidden in {length} tokens: the text or this length is too short.")
             continue
-        for _ in range(settings.passages):
-            text, needle = _draw(stream, hay, draw)
+        for document, place in _places(documents, settings.passages, draw):
+            text, needle = _draw(stream, hay, place, draw)
             room = hay - NEEDLE
             places = [round(depth * room) for depth in settings.depths]
             sequences = [[*bos, *text[:place], *needle, *text[place:room], *needle] for place in places]
-            made.append(HiddenPassage(length, [*sequences, [*bos, *text, *needle]]))
+            made.append(HiddenPassage(length, document, [*sequences, [*bos, *text, *needle]]))
     return made
 
 
-def _draw(stream: Sequence[int], hay: int, draw: random.Random) -> tuple[list[int], list[int]]:
-    """Draw a stretch of the text, and a passage that does not overlap with it."""
-    begin = draw.randrange(len(stream) - hay)
-    rotated = [*stream[begin:], *stream[:begin]]  # the stretch comes first now, and the passage is one of the rest
-    place = draw.randrange(hay, len(stream) - NEEDLE + 1)
-    return rotated[:hay], rotated[place : place + NEEDLE]
+def _places(documents: Sequence[ScoredDocument], passages: int, draw: random.Random) -> Iterator[tuple[int, int]]:
+    """Draw the documents of the passages, and the place in the text where each passage begins."""
+    begins = list(itertools.accumulate((document.scored for document in documents), initial=0))
+    # a passage that runs on into the next document is taken only where no document holds a whole one
+    whole = [index for index, document in enumerate(documents) if document.scored >= NEEDLE]
+    order = whole or [index for index in range(len(documents)) if begins[index] <= begins[-1] - NEEDLE]
+    draw.shuffle(order)
+    for index in itertools.islice(itertools.cycle(order), passages):
+        last = begins[index + 1] - NEEDLE if whole else min(begins[index + 1], begins[-1] - NEEDLE)
+        yield index, draw.randint(begins[index], last)
+
+
+def _draw(stream: Sequence[int], hay: int, place: int, draw: random.Random) -> tuple[list[int], list[int]]:
+    """Cut the passage out of the text, and draw a stretch of the rest."""
+    rest = [*stream[place + NEEDLE :], *stream[:place]]  # the passage would stand between its end and its beginning
+    begin = draw.randrange(len(rest) - hay + 1)
+    return rest[begin : begin + hay], list(stream[place : place + NEEDLE])
 
 
 def score_retrieval(
@@ -119,7 +141,8 @@ def score_retrieval(
                 advance(len(ids_BT))
             nats, share = torch.cat(scores, dim=1).unflatten(1, ids.shape[:2]).double()  # each (W, depths + 1)
             gains = nats[:, -1:] - nats[:, :-1]  # the last sequence of a passage has no needle
-            found.append(RetrievalScores(length, gains.tolist(), share[:, :-1].tolist()))
+            documents = [one.document for one in passages if one.length == length]
+            found.append(RetrievalScores(length, documents, gains.tolist(), share[:, :-1].tolist()))
     return found
 
 
@@ -143,6 +166,6 @@ def _answer_batch(ids_BT: Tensor) -> WindowBatch:
 
 
 def mean_gains(scores: RetrievalScores) -> Array:
-    """Average the gain of each passage over its depths: these means are resampled for an interval."""
+    """Average the gain of each passage over its depths: these means are what an interval is computed from."""
     mean_W: Array = np.asarray(scores.gain_nats, dtype=np.float64).mean(axis=1)
     return mean_W

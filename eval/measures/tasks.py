@@ -15,6 +15,7 @@ from typing import Any
 from ...console import talk, warn
 from ...errors import DataError, UsageError, reason
 from ...local_paths import expanded
+from .intervals import Array, Estimate, float_array, mean_estimate, trials_estimate
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,22 @@ class TaskAnswers:
     measure: str
     higher_is_better: bool
     values: list[float]
+
+
+def answers_mean(answers: TaskAnswers) -> Estimate:
+    """Estimate the mean over questions."""
+    return _mean(float_array(answers.values), 0, answers)
+
+
+def answers_change(before: TaskAnswers, after: TaskAnswers) -> Estimate:
+    """Estimate the difference of two models' means, paired by question."""
+    return _mean(float_array(after.values) - float_array(before.values), -1, before, after)
+
+
+def _mean(values: Array, least: int, *answers: TaskAnswers) -> Estimate:
+    # scores of other measures have no bounds
+    bounded = all(0 <= value <= 1 for one in answers for value in one.values)
+    return trials_estimate(values, least, 1) if bounded else mean_estimate(values)
 
 
 def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..results import ReportedEstimate
+from ..results import ReportedEstimate, SpeedGain
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,13 @@ def change(ratio: float | None) -> str:
 def times(ratio: float) -> str:
     """2.0 → '2.00×'."""
     return f"{ratio:.2f}×"
+
+
+def gain(found: SpeedGain) -> Cell:
+    """Show a ratio of speeds with its interval, or with its smallest and largest repeat where it has none."""
+    if found.low is None or found.high is None:
+        return Cell(times(found.median), f"({found.min:.2f} to {found.max:.2f})")
+    return Cell(times(found.median), f"[{found.low:.2f}, {found.high:.2f}]")
 
 
 def signed(value: float | None) -> str:

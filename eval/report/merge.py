@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import UsageError
-from ..measures.intervals import float_array
+from ..measures.intervals import Array, float_array
 from ..measures.recovery import reported_recovery
 from ..results import UPTRAINED, Comparison, ModelResult, read_results
 from .sweep import RESULTS_NAME as SWEEP_NAME
@@ -47,7 +47,8 @@ def _merged(first: Comparison, second: Comparison, first_path: Path, second_path
     again = {model.digest for model in second.others}
     earlier = [model for model in first.others if model.digest not in again]
     models = _tell_apart([first.source, *earlier, *second.others])
-    models = [_with_recovery(models[:place], model) for place, model in enumerate(models)]
+    tokens = float_array(document.tokens for document in first.documents)
+    models = [_with_recovery(models[:place], model, tokens) for place, model in enumerate(models)]
     return first.model_copy(update={"models": models, "command": f"{first.command}\n{second.command}"})
 
 
@@ -74,12 +75,12 @@ def _tell_apart(models: Sequence[ModelResult]) -> list[ModelResult]:
     return told
 
 
-def _with_recovery(earlier: Sequence[ModelResult], model: ModelResult) -> ModelResult:
+def _with_recovery(earlier: Sequence[ModelResult], model: ModelResult, tokens: Array) -> ModelResult:
     """Add the share that uptraining recovered where the conversion before it comes from the other comparison."""
     pair = model.against_source
     converted = [one for one in earlier[1:] if one.role != UPTRAINED]
     if model.role != UPTRAINED or pair is None or pair.recovered is not None or not converted:
         return model
     before, lost, found = (float_array(one.nll_nats) for one in (earlier[0], converted[-1], model))
-    share = reported_recovery(before, lost, found, converted[-1].name)
+    share = reported_recovery(before, lost, found, tokens, converted[-1].name)
     return model.model_copy(update={"against_source": pair.model_copy(update={"recovered": share})})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...checkpoint.card import write_card
 from ...checkpoint.record import read_record
-from ...console import info, warn
+from ...console import counted, info, warn
 from ...local_paths import expanded, last_part
 from ...output_lock import only_run
 from ..results import Comparison
@@ -36,7 +36,7 @@ def write_cards(results: Comparison) -> list[Path]:
 def _rows(results: Comparison, place: int) -> list[list[str]]:
     """List the header, and the measures of the source and one model."""
     made = results.protocol
-    text = f"{made.tokens:,} tokens of {last_part(made.corpus)}, window {made.window}"
+    text = f"{counted(made.tokens, 'token')} of {last_part(made.corpus)}, window {made.window}"
     rows = [[text, results.source.name, results.models[place].name]]
     for row in table_rows(results):
         rows.append([f"{row.label} ({row.note})", row.cells[0].line, row.cells[place].line])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...console import counted
 from ..results import Comparison, DecodeResult, ModelResult
 from ..scoring.perplexity import exponential
 from .figure import (
@@ -22,7 +23,7 @@ from .figure import (
 )
 from .format import count, number
 from .sweep import tradeoff_plot
-from .verdict import perplexity_name
+from .verdict import perplexity_name, too_few
 
 _MOST_NATS = 20.0
 """Larger differences are drawn as this, since a model that broken is off every scale."""
@@ -62,8 +63,8 @@ def perplexity_plot(results: Comparison) -> Plot:
     perplexity_scale(axes, "x", bounds)
     axes.set_xlabel(perplexity_name(results))
     alt_text = "; ".join(f"{model.name} {number(model.perplexity.value)}" for model in models)
-    single = results.protocol.documents < 2
-    interval = "One document: no interval is possible." if single else "Bars: 95 % interval over documents."
+    bars = any(model.perplexity.low is not None for model in models)
+    interval = "Bars: 95 % interval over documents." if bars else f"No intervals: {too_few(results)}."
     return Plot(
         "Perplexity",
         f"Lower is better. {interval}",
@@ -284,7 +285,7 @@ def groups_plot(results: Comparison) -> Plot | None:
     axes.set_ylabel("ms per token")
     axes.grid(color=LINE)
     point = last[-1][1]
-    alt_text = "; ".join(f"{heads} heads {number(time)} ms" for heads, time in times.items())
+    alt_text = "; ".join(f"{counted(round(heads), 'head')} {number(time)} ms" for heads, time in times.items())
     return Plot(
         "Time per token against groups",
         f"Batch {point.batch}, {point.context:,} tokens of context, median. The paper’s figure 6, measured here.",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ...console import counted
 from ..results import Comparison, MeasurementProtocol, TargetProtocol
 from .format import percent
+from .verdict import too_few
 
 _LEFT_OUT = (
     "sliding windows, retrieval from long context, bits per byte, tasks of lm-eval and what fits into a memory: "
@@ -22,7 +24,7 @@ def protocol_rows(results: Comparison) -> list[tuple[str, str]]:
         ("Scored", _amount(made)),
         *([("Windows", _windows(made))] if made.targets is None else _targets(made.targets)),
         ("Run", _run(made)),
-        ("Intervals", interval_note(made)),
+        ("Intervals", interval_note(results)),
         # the last model stands for all: every model of a comparison is measured alike
         *([("Decoding", _decoding(made))] if last.decode else []),
         *([("Retrieval", _retrieval(made))] if last.needle else []),
@@ -36,15 +38,19 @@ def protocol_rows(results: Comparison) -> list[tuple[str, str]]:
 
 def _amount(made: MeasurementProtocol) -> str:
     size = "target tokens" if made.targets is not None else f"tokens, {made.utf8_bytes:,} bytes"
-    amount = f"{made.tokens:,} {size}, {made.documents:,} documents"
+    amount = f"{made.tokens:,} {size}, {counted(made.documents, 'document')}"
+    if made.effective_documents is not None:
+        amount += (
+            f" of unequal length that tell as much as {made.effective_documents:.1f} equal ones (effective number)"
+        )
     if made.skipped:
-        amount += f", {made.skipped:,} empty ones skipped"
+        amount += f", {counted(made.skipped, 'empty one')} skipped"
     return amount + (", the last document cut" if made.truncated else "")
 
 
 def _windows(made: MeasurementProtocol) -> str:
     bos = "each window starts with BOS" if made.bos else "no BOS token"
-    return f"{made.window} tokens, stride {made.stride}, each token scored once; {bos}"
+    return f"{counted(made.window, 'token')}, stride {made.stride}, each token scored once; {bos}"
 
 
 def _targets(targets: TargetProtocol) -> list[tuple[str, str]]:
@@ -68,22 +74,25 @@ def _run(made: MeasurementProtocol) -> str:
 
 def _decoding(made: MeasurementProtocol) -> str:
     return (
-        f"greedy, {made.decode.new_tokens} new tokens, {made.decode.repeats} repeats, the models in turn; "
-        "median, smallest to largest"
+        f"greedy, {counted(made.decode.new_tokens, 'new token')}, {counted(made.decode.repeats, 'repeat')}, the models "
+        "in turn, who goes first alternates; speeds are the median, smallest to largest; ratios are paired by repeat, "
+        "with a 95 % interval (Student's t on logarithms)"
     )
 
 
 def _retrieval(made: MeasurementProtocol) -> str:
     return (
-        f"{made.needle.passages} passages of 32 tokens per length, each hidden at {len(made.needle.depths)} depths; "
+        f"{counted(made.needle.passages, 'passage')} of 32 tokens per length, from different documents as far as there "
+        f"are, each hidden at {counted(len(made.needle.depths), 'depth')}; "
         "the last 16 tokens of its repetition scored with and without it"
     )
 
 
-def interval_note(made: MeasurementProtocol) -> str:
+def interval_note(results: Comparison) -> str:
     """Say how intervals were computed, or why there are none."""
-    if made.documents < 2:
-        return "none: a single document cannot be resampled; give a text of several documents"
+    made = results.protocol
     how = made.interval
-    note = f"{100 * how.level:.0f} %, {how.method}, {how.resamples:,} draws, paired"
-    return note + ("; with so few documents they are rough" if made.documents < 10 else "")
+    effective = made.documents if made.effective_documents is None else made.effective_documents
+    if made.documents < how.fewest_documents or effective < how.fewest_effective:
+        return f"none: {too_few(results)}"
+    return f"{100 * how.level:.0f} %, {how.method}, {how.resamples:,} draws, paired"

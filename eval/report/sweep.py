@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...console import counted
 from ...errors import UsageError
 from ...local_paths import public
 from ...working_folder import changes, describe, read_json, write_json
+from ..measures.intervals import ENOUGH, Array, effective_number, enough_documents, float_array, ratio_estimate
 from ..results import SweepResults
 from ..results import SweepRow as SweepRow
 from .figure import (
@@ -56,27 +58,68 @@ def table_rows(rows: Sequence[SweepRow]) -> list[list[str]]:
     return cells
 
 
+def certainty(sweep: SweepResults) -> list[str]:
+    """Say in sentences which conversions this text cannot tell from the best one with as many KV heads."""
+    nats = {row.key: row.nll_nats for row in sweep.rows if row.nll_nats is not None}
+    if sweep.document_tokens is None or len(nats) < len(sweep.rows):
+        return []  # a file of an earlier version
+    tokens = float_array(sweep.document_tokens)
+    size = f"{counted(len(tokens), 'document')}, effective number {effective_number(tokens):.1f}"
+    if not enough_documents(tokens):
+        return [f"This text is too small to tell any two of them apart ({size}): {ENOUGH}."]
+    made = [row for row in sweep.rows if row.method != "source"]
+    sentences = []
+    for groups in sorted({row.groups for row in made}, reverse=True):
+        best, *others = sorted((row for row in made if row.groups == groups), key=lambda row: row.perplexity)
+        alike = [row.method for row in others if _is_alike(best, row, tokens)]
+        if alike:
+            sentences.append(
+                f"With {counted(groups, 'KV head')}, this text ({size}) cannot tell {' or '.join(alike)} from "
+                f"{best.method}, the best: the interval of the paired difference holds zero."
+            )
+    if len({row.method for row in made}) < 2:
+        return []
+    return sentences or [f"This text ({size}) tells the best method at each number of KV heads from all others."]
+
+
+def _is_alike(best: SweepRow, other: SweepRow, tokens: Array) -> bool:
+    """Tell whether the interval of the paired difference reaches zero."""
+    difference = ratio_estimate(float_array(other.nll_nats or ()) - float_array(best.nll_nats or ()), tokens)
+    return difference.low is None or difference.low <= 0
+
+
 COLUMNS = ("method", "groups", "KV bytes per token", "perplexity", "95 % interval", "vs source", "seconds")
 
 
-def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, Any]) -> None:
+def write_tradeoff(
+    rows: Sequence[SweepRow], folder: Path, details: dict[str, Any], document_tokens: Sequence[int]
+) -> None:
     """Write ``sweep.json``, ``sweep.html`` and ``sweep.png`` into an existing folder.
 
     Args:
         details: how the rows were measured, as a few named values.
+        document_tokens: scored tokens of each document.
     """
     # the JSON first: a sweep continues from it, even if drawing fails
-    content = SweepResults(details=details, rows=list(rows))
+    content = SweepResults(details=details, rows=list(rows), document_tokens=list(document_tokens))
     write_json(folder / RESULTS_NAME, content.model_dump(mode="json"), indent=1)
-    shown = public(details)  # the page is passed on, and the JSON is what a sweep continues from
-    page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=shown, plot=tradeoff_plot(rows))
+    page = render(
+        "sweep.html",
+        columns=COLUMNS,
+        rows=table_rows(rows),
+        details=public(details),  # the page is passed on, and the JSON is what a sweep continues from
+        plot=tradeoff_plot(rows),
+        certainty=certainty(content),
+    )
     (folder / PAGE_NAME).write_text(page, encoding="utf-8")
     (folder / PICTURE_NAME).write_bytes(png_of(_tradeoff_figure(rows)))
 
 
 def tradeoff_plot(rows: Sequence[SweepRow]) -> Plot:
     """Draw perplexity against KV-cache bytes for a page."""
-    alt_text = "; ".join(f"{row.method} with {row.groups} KV heads: {number(row.perplexity)}" for row in rows)
+    alt_text = "; ".join(
+        f"{row.method} with {counted(row.groups, 'KV head')}: {number(row.perplexity)}" for row in rows
+    )
     return Plot(
         "What each number of KV heads costs",
         "Before any uptraining; down and to the left is better. Dashed: the source.",

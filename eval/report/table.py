@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ...console import human_bytes
-from ..results import AgainstSource, Comparison, ModelResult, ReportedEstimate, TaskResult
-from .format import Cell, TableRow, change, count, number, percent, signed, times, whole_percent, with_interval
+from ...console import counted, human_bytes
+from ..results import AgainstSource, Comparison, ModelResult, RecoveredShare, ReportedEstimate, TaskResult
+from .format import Cell, TableRow, change, count, gain, number, percent, signed, times, whole_percent, with_interval
 
 
 def table_rows(results: Comparison) -> list[TableRow]:
@@ -53,9 +53,15 @@ def _quality_rows(results: Comparison) -> list[TableRow]:
             "Recovered",
             "of the log-perplexity lost",
             models,
-            lambda pair: with_interval(pair.recovered, whole_percent),
+            lambda pair: _recovered(pair.recovered),
         ),
     ]
+
+
+def _recovered(found: RecoveredShare | None) -> Cell:
+    if found is not None and found.missing is not None:
+        return Cell("not defined", "(the loss is not certain)")
+    return with_interval(found, whole_percent)
 
 
 def _row(label: str, note: str, models: Sequence[ModelResult], cell: Callable[[ModelResult], Cell]) -> TableRow:
@@ -152,7 +158,7 @@ def _capacity_rows(models: Sequence[ModelResult]) -> list[TableRow]:
             return Cell("–")
         tokens = "no limit" if fits.tokens is None else f"{count(fits.tokens)} tokens"
         longest = fits.batches[-1]
-        return Cell(tokens, f"{longest.batch:,} sequences of {longest.context:,}")
+        return Cell(tokens, f"{counted(longest.batch, 'sequence')} of {longest.context:,}")
 
     # GB and not GiB, as devices are sold
     label = f"Fits into {first.memory_bytes / 1e9:,.3g} GB"
@@ -186,8 +192,7 @@ def speed_cell(model: ModelResult, context: int, batch: int) -> Cell:
     pair = next((row for row in ratios if (row.context, row.batch) == (context, batch)), None)
     if pair is None:
         return Cell(number(speed.median), f"{number(speed.min)} to {number(speed.max)}")
-    gain = pair.decode
-    return Cell(number(speed.median), f"{times(gain.median)} ({gain.min:.2f} to {gain.max:.2f})")
+    return Cell(number(speed.median), gain(pair.decode).line)
 
 
 def decode_grid(results: Comparison) -> list[tuple[str, str, list[list[str]]]]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
-from ...console import human_bytes
-from ..results import AgainstSource, Comparison, ModelResult
-from .format import Cell, change, number, percent, times, whole_percent, with_interval
+from ...console import counted, human_bytes
+from ...errors import HeadfoldError, UsageError
+from ..results import AgainstSource, Comparison, ModelResult, RecoveredShare
+from .format import Cell, change, gain, number, percent, whole_percent, with_interval
+
+Judge = Literal["bound", "point"]
 
 
 def perplexity_name(results: Comparison) -> str:
@@ -27,12 +31,30 @@ def verdict(results: Comparison) -> str:
         + f" against the source, with {_smaller(pair.cache_ratio)}{_faster(pair)}."
     ]
     if pair.recovered is not None:
-        share = with_interval(pair.recovered, whole_percent)
-        sentences.append(
-            f"Uptraining recovered {share.main} {share.detail}".rstrip()
-            + f" of the log-perplexity that {pair.recovered.converted} had lost."
-        )
+        sentences.append(_recovered(pair.recovered))
+    if pair.perplexity_ratio.low is None and pair.perplexity_ratio.value is not None:
+        sentences.append(f"No intervals: {too_few(results)}.")
     return " ".join(sentences)
+
+
+def _recovered(found: RecoveredShare) -> str:
+    if found.missing is not None:
+        return f"There is no recovered share: {found.missing}."
+    share = with_interval(found, whole_percent)
+    return (
+        f"Uptraining recovered {share.main} {share.detail}".rstrip()
+        + f" of the log-perplexity that {found.converted} had lost."
+    )
+
+
+def too_few(results: Comparison) -> str:
+    """Say how many documents there are, and how many are enough for an interval."""
+    made, how = results.protocol, results.protocol.interval
+    effective = "" if made.effective_documents is None else f", effective number {made.effective_documents:.1f}"
+    return (
+        f"{counted(made.documents, 'document')}{effective}; an interval needs at least "
+        f"{counted(how.fewest_documents, 'document')} and an effective number of {how.fewest_effective:g}"
+    )
 
 
 def _smaller(ratio: float) -> str:
@@ -43,7 +65,10 @@ def _faster(pair: AgainstSource) -> str:
     if not pair.speedup:
         return ""
     best = pair.speedup[-1]
-    return f" and decoding at {times(best.decode.median)} the speed (batch {best.batch})"
+    speed, kind = gain(best.decode), "the speed"
+    if best.decode.low is not None and best.decode.high is not None and best.decode.low <= 1 <= best.decode.high:
+        kind = "the speed, which may be the same"
+    return f" and decoding at {speed.main} {speed.detail} {kind} (batch {best.batch})"
 
 
 def tiles(results: Comparison) -> list[tuple[str, Cell]]:
@@ -58,9 +83,8 @@ def tiles(results: Comparison) -> list[tuple[str, Cell]]:
     ]
     if pair.speedup:
         best = pair.speedup[-1]
-        gain = Cell(times(best.decode.median), f"{best.decode.min:.2f} to {best.decode.max:.2f}")
-        found.append((f"decoding speed, batch {best.batch}", gain))
-    if pair.recovered is not None:
+        found.append((f"decoding speed, batch {best.batch}", gain(best.decode)))
+    if pair.recovered is not None and pair.recovered.missing is None:
         found.append(("of the loss recovered", with_interval(pair.recovered, whole_percent)))
     else:
         found.append(("same top token", with_interval(pair.same_top_token, percent)))
@@ -82,10 +106,36 @@ def _tiles_of_source(results: Comparison) -> list[tuple[str, Cell]]:
     ]
 
 
-def final_loss(results: Comparison) -> float:
-    """Compute the relative growth of perplexity over the source of the last model named, e.g. 0.03."""
+def refuse_loss(results: Comparison, limit: float, by: Judge) -> None:
+    """Raise if the last model named is worse than its source by more than ``limit``, e.g. 0.02.
+
+    Args:
+        by: ``bound`` judges by the upper end of the interval, ``point`` by the measured value.
+
+    Raises:
+        UsageError: there is no model beside the source.
+        HeadfoldError: it is worse, or there is no interval to judge by.
+    """
     pair = results.last.against_source
     if pair is None:
-        return 0.0
-    ratio = pair.perplexity_ratio.value
-    return math.inf if ratio is None else ratio - 1  # None stands for a perplexity beyond any float
+        raise UsageError("--fail-over judges a model against its source, but there is only the source.")
+    ratio = pair.perplexity_ratio
+    # None stands for a perplexity beyond any float
+    loss = math.inf if ratio.value is None else ratio.value - 1
+    if loss > limit:
+        raise HeadfoldError(f"The perplexity is worse than the source's by {loss:.2%}, more than {limit:.2%}.")
+    if by == "point":
+        return
+    if ratio.low is None:
+        raise HeadfoldError(
+            f"The perplexity was measured to differ from the source's by {loss:+.2%}, but there is no interval, so it "
+            f"may be worse by more than {limit:.2%} ({too_few(results)}).",
+            "Evaluate on more documents, or judge by the measured value: --fail-by point.",
+        )
+    bound = math.inf if ratio.high is None else ratio.high - 1
+    if bound > limit:
+        raise HeadfoldError(
+            f"The perplexity may be worse than the source's by {bound:.2%}, more than {limit:.2%}: that is the upper "
+            f"end of the interval around {loss:+.2%}.",
+            "Evaluate on more documents, or judge by the measured value: --fail-by point.",
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.publish import publishing
-from ...console import data, table
+from ...console import counted, data, table
 from ...local_paths import expanded, last_part, public, public_command
 from ..results import RESULTS_NAME, Comparison
 from .format import change, number, probability
@@ -53,7 +53,9 @@ def print_report(results: Comparison) -> None:
     made = results.protocol
     # pairs are scored whole, so window and stride mean nothing there
     windows = "targets" if results.of_encoder_decoders else f"window {made.window}, stride {made.stride}"
-    table(f"{made.tokens:,} tokens of {made.corpus}, {windows}, {made.dtype}", columns, body)
+    effective = "" if made.effective_documents is None else f", effective number {made.effective_documents:.1f}"
+    text = f"{counted(made.tokens, 'token')} of {made.corpus} ({counted(made.documents, 'document')}{effective})"
+    table(f"{text}, {windows}, {made.dtype}", columns, body)
     data.print(verdict(results), markup=False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...console import warn
+from ...console import counted, warn
 from ...errors import UsageError
 from .score_loop import DEFAULT_WINDOW
 
@@ -97,4 +97,4 @@ def device_name(device: torch.device) -> str:
     """Name the hardware for the report, such as ``NVIDIA H200`` or ``cpu (x86_64, 2 threads)``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"{device} ({platform.machine()}, {counted(torch.get_num_threads(), 'thread')})"

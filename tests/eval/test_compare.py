@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from eval_models import WORDS, random_documents, tiny_llama, word_tokenizer
-from headfold.errors import CheckpointError, DataError, UsageError
+from headfold.errors import CheckpointError, DataError, HeadfoldError, UsageError
 from headfold.eval import runner
 from headfold.eval.compare import compare
 from headfold.eval.report.format import number
 from headfold.eval.report.merge import read_and_merge
 from headfold.eval.report.model_card import write_cards
-from headfold.eval.report.verdict import final_loss
+from headfold.eval.report.verdict import refuse_loss
 from headfold.eval.report.write import published
 from headfold.eval.results import CapacityBatch, RecoveryPoint, ReportedEstimate, read_results
 from headfold.eval.runner import Runner
@@ -89,7 +89,7 @@ def test_results_hold_what_was_measured(run, save, source, text_file):
     results = run(source, grouped, command="headfold eval source grouped")
     first, second = results.models
     pair = second.against_source
-    assert results.schema_version == 2
+    assert results.schema_version == 3
     assert results.command == "headfold eval source grouped"
     assert [first.role, second.role] == ["source", "other"]
     assert [first.kv_heads, second.kv_heads] == [[4], [1]]
@@ -213,7 +213,7 @@ def test_one_document_has_no_interval(run, source, text_file):
     results = run(source)
     assert results.models[0].perplexity.low is None
     page = (Path(source).parent / "report" / "report.html").read_text()
-    assert "no interval is possible" in page
+    assert "No intervals: 1 document, effective number 1.0" in page
 
 
 def test_a_missing_weight_is_an_error(run, source):
@@ -353,4 +353,5 @@ def test_a_model_with_infinite_perplexity_still_gets_a_report(run, save, source,
     assert pair.perplexity_ratio.value is None
     assert pair.kl_nats.value > 1000
     assert "broken" in (tmp_path / "report" / "report.html").read_text()
-    assert final_loss(read_and_merge([tmp_path / "report"])) == math.inf
+    with pytest.raises(HeadfoldError, match="by inf%"):
+        refuse_loss(read_and_merge([tmp_path / "report"]), 10.0, "bound")

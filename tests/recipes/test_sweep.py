@@ -3,12 +3,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from headfold.errors import UsageError
+from headfold.eval.report.sweep import certainty, read_sweep
+from headfold.eval.results import SweepResults, SweepRow
 from headfold.recipes import sweep as sweep_module
 from headfold.recipes.settings import SweepSettings
 from headfold.recipes.sweep import sweep
 from matplotlib.image import imread
+from transformers import OPTConfig, OPTForCausalLM
 
 
 @pytest.fixture
@@ -91,9 +95,61 @@ def test_a_folder_measured_otherwise_is_refused_and_kept(tiny_checkpoint, settin
     assert (tmp_path / "out" / "sweep.json").read_bytes() == before
 
 
-def test_a_window_that_the_model_cannot_take_is_refused(tiny_checkpoint, settings, tmp_path):
-    with pytest.raises(UsageError, match="takes 64 tokens"):
-        sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), window=128))
+@pytest.mark.parametrize(("window", "says"), [(None, ""), (128, "128 tokens is longer than the 64")])
+def test_a_window_longer_than_the_model_is_shortened(window, says, tiny_checkpoint, settings, tmp_path, capfd):
+    """The default of 512 was refused for a model of 64 positions."""
+    sweep(str(tiny_checkpoint), tmp_path / "out", settings("mean", (1,), window=window))
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["details"]["window"] == 64
+    assert says in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_window_beyond_a_table_of_positions_is_refused(tmp_path, settings, word_tokenizer):
+    folder = tmp_path / "opt"
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, ffn_dim=32,
+        word_embed_proj_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(folder)
+    word_tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match="longer than the 64 positions"):
+        sweep(str(folder), tmp_path / "out", settings("mean", (4,), window=128))
+
+
+def sweep_of(**nats: list[float]) -> SweepResults:
+    rows = [
+        SweepRow(method, 4 if method == "source" else 2, 1.0, float(np.sum(one)), None, None, 0.0, one)
+        for method, one in nats.items()
+    ]
+    return SweepResults(details={}, rows=rows, document_tokens=[100] * len(nats["source"]))
+
+
+def test_rows_that_the_text_cannot_tell_apart_are_named():
+    draw = np.random.default_rng(0)
+    source = 100 * draw.normal(3, 0.4, 12)
+    best = source + 100 * draw.normal(0.10, 0.02, 12)
+    near, far = (best + 100 * draw.normal(more, 0.05, 12) for more in (0.005, 0.3))
+    said = certainty(sweep_of(source=list(source), folded=list(best), aligned=list(near), mean=list(far)))
+    best_first = "aligned from folded" if best.sum() < near.sum() else "folded from aligned"
+    assert len(said) == 1
+    assert f"With 2 KV heads, this text (12 documents, effective number 12.0) cannot tell {best_first}" in said[0]
+    assert "mean" not in said[0]
+    apart = certainty(sweep_of(source=list(source), folded=list(best), mean=list(far)))
+    assert "tells the best method at each number of KV heads from all others" in apart[0]
+
+
+def test_a_text_too_small_for_intervals_says_so():
+    said = certainty(sweep_of(source=[300.0] * 3, folded=[310.0, 330, 320], mean=[400.0, 410, 390]))
+    assert "too small to tell any two of them apart (3 documents, effective number 3.0)" in said[0]
+    assert "at least 5 documents" in said[0]
+
+
+def test_a_sweep_of_an_earlier_version_is_still_read(tmp_path):
+    row = {"method": "source", "groups": 4, "cache_bytes_per_token": 1.0, "perplexity": 20.0}
+    old = {"details": {}, "rows": [{**row, "low": 19.0, "high": 21.0, "seconds": 0.0}]}
+    (tmp_path / "sweep.json").write_text(json.dumps(old))
+    found = read_sweep(tmp_path)
+    assert found.rows[0].nll_nats is None
+    assert certainty(found) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
+from ...console import counted
 from ...corpus import Corpus, Document
 from ...errors import DataError
 
@@ -133,7 +134,7 @@ class _Packer:
             return True
         if self._whole_pass and not self._cut_in_pass:
             raise DataError(
-                f"{self._corpus.spec} gives {len(self._tokens)} tokens, fewer than one sequence of "
+                f"{self._corpus.spec} gives {counted(len(self._tokens), 'token')}, fewer than one sequence of "
                 f"{self._sequence_length}.",
                 "Give more text, or a smaller --sequence-length.",
             )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...console import counted
 from ...errors import UnsupportedError, UsageError
 from ...libraries.transformers_internals import layers_within
 
@@ -62,7 +63,9 @@ def refuse_unlike_layers(student: LayerOutputs, teacher: LayerOutputs) -> None:
     Raises:
         UsageError: their number or their width differs.
     """
-    sizes = [f"{len(outputs.layers)} layers of width {outputs.hidden_size}" for outputs in (student, teacher)]
+    sizes = [
+        f"{counted(len(outputs.layers), 'layer')} of width {outputs.hidden_size}" for outputs in (student, teacher)
+    ]
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"The checkpoint has {sizes[0]} and the teacher {sizes[1]}, so their hidden states cannot be compared.",

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
 from ...checkpoint.load import load_language_model
 from ...console import info
 from ...corpus import HELDOUT, open_corpus
-from ...eval.measures.recovery import recovered_share
+from ...eval.measures.intervals import ENOUGH, Array, float_array
+from ...eval.measures.recovery import least_loss
 from ...eval.scoring.perplexity import Perplexity, exponential, score
 from ...eval.scoring.targets import TargetSettings, target_text
 from ...eval.scoring.windows import ScoredDocument, tokenize_text
@@ -27,6 +27,22 @@ from .metrics import Metrics
 
 _PORTION_WINDOWS = 32
 """The processes ask each other after this many windows whether one of them should stop."""
+_LEAST_LOSS = "least_loss"
+"""Key of the line of the start: the lower end of the interval of its loss against the source, in nats per token."""
+
+
+@dataclass(frozen=True)
+class HeldoutScores:
+    """Summed nats and scored tokens of each held-out document."""
+
+    nats: Array
+    tokens: Array
+
+    @property
+    def perplexity(self) -> float:
+        """Compute exp of the mean nats over all tokens."""
+        # exact, so that the portions have no effect on the number
+        return exponential(math.fsum(self.nats) / self.tokens.sum())
 
 
 @dataclass(frozen=True)
@@ -37,9 +53,9 @@ class HeldoutText:
     description: dict[str, str]
     window: int
 
-    def perplexity(
+    def scores(
         self, model: Any, accelerator: Accelerator, stop_requested: Callable[[], bool] = lambda: False
-    ) -> float:
+    ) -> HeldoutScores:
         """Score the text. Every process must call this, since they share the windows.
 
         Args:
@@ -52,10 +68,8 @@ class HeldoutText:
         for portion in self._portions():
             if parts and on_any_process(accelerator, stop_requested()):
                 raise StopRequested
-            parts.append(score(model, portion, window=self.window, accelerator=accelerator).total())
-        # exact, so that the portions have no effect on the number
-        nats = math.fsum(part.nll_nats for part in parts)
-        return exponential(nats / sum(part.tokens for part in parts))
+            parts += score(model, portion, window=self.window, accelerator=accelerator).per_document()
+        return HeldoutScores(float_array(part.nll_nats for part in parts), float_array(part.tokens for part in parts))
 
     def _portions(self) -> Iterator[list[ScoredDocument]]:
         """Group documents so that each group fills some windows."""
@@ -140,17 +154,22 @@ class HeldoutMonitor:
             return
         if step:
             info("The held-out text, or how it is read, has changed: source and start are scored anew.")
-        if self._source is not None:
-            self._add("source", step, self._perplexity_of(self._source))
-            # at step 0 the model itself is the start, and is scored below
-            if step and self._start is not None:
-                self._add("start", step, self._perplexity_of(self._start))
-        self.evaluate(model, step)
+        if self._source is None:
+            self.evaluate(model, step)
+            return
+        source = self._scores_of(self._source)
+        self._add("source", step, source)
+        # at step 0 the model itself is the start
+        if step and self._start is not None:
+            self._add("start", step, self._scores_of(self._start), source)
+            self.evaluate(model, step)
+        else:
+            self._add("eval", step, text.scores(model, self._accelerator, self.stop_requested), source)
 
     def evaluate(self, model: Any, step: int) -> None:
         """Score the model as it is. Every process must call this, since they share the windows."""
         if self._text is not None:
-            self._add("eval", step, self._text.perplexity(model, self._accelerator, self.stop_requested))
+            self._add("eval", step, self._text.scores(model, self._accelerator, self.stop_requested))
 
     @property
     def recovered(self) -> float | None:
@@ -163,7 +182,7 @@ class HeldoutMonitor:
         held = [line["perplexity"] for line in self._metrics.lines if line["kind"] == "eval"]
         return {**self._text.description, "perplexity": held[-1]} if self._text and held else None
 
-    def _perplexity_of(self, place: Any) -> float:
+    def _scores_of(self, place: Any) -> HeldoutScores:
         """Score a model, or a checkpoint that is loaded for this alone."""
         assert self._text is not None
         model = place
@@ -171,13 +190,24 @@ class HeldoutMonitor:
             # float32, as the weights of the student are
             model = load_language_model(place, dtype=torch.float32, trust_remote_code=self._trust)
             model = model.to(self._accelerator.device)
-        return self._text.perplexity(model, self._accelerator, self.stop_requested)
+        return self._text.scores(model, self._accelerator, self.stop_requested)
 
-    def _add(self, kind: str, step: int, perplexity: float) -> None:
+    def _add(self, kind: str, step: int, scores: HeldoutScores, source: HeldoutScores | None = None) -> None:
+        """Add a line of metrics.
+
+        Args:
+            source: scores to compute the least loss of this model against, which a recovered share is allowed by.
+        """
         assert self._text is not None
-        tokens = step * self._tokens_per_step
-        self._metrics.add(kind, step=step, tokens=tokens, perplexity=perplexity, text=self._text.identity)
+        tokens, perplexity = step * self._tokens_per_step, scores.perplexity
+        least = {} if source is None else {_LEAST_LOSS: least_loss(source.nats, scores.nats, scores.tokens)}
+        self._metrics.add(kind, step=step, tokens=tokens, perplexity=perplexity, text=self._text.identity, **least)
         info(f"{f'step {step}' if kind == 'eval' else kind} · held-out perplexity {perplexity:.3f}")
+        if source is not None and not _is_loss(least[_LEAST_LOSS]):
+            info(
+                "This text does not show for certain that the start is worse than the source, so no recovered share is "
+                f"given ({'its interval reaches zero' if least[_LEAST_LOSS] is not None else ENOUGH})."
+            )
 
 
 def recovered_so_far(lines: Sequence[dict[str, Any]], text: str) -> float | None:
@@ -188,18 +218,22 @@ def recovered_so_far(lines: Sequence[dict[str, Any]], text: str) -> float | None
         text: :attr:`HeldoutText.identity`; only measurements on this text count.
 
     Returns:
-        1 if the source is reached; None if it was not measured or was not better at the start, and before the first
-        evaluation after the start.
+        1 if the source is reached; None if it was not measured or was not certainly better at the start, and before the
+        first evaluation after the start.
     """
-    seen: dict[str, list[float]] = {kind: [] for kind in ("source", "start", "eval")}
+    seen: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("source", "start", "eval")}
     for line in lines:
         if line["kind"] in seen and line.get("text") == text:
-            seen[line["kind"]].append(line["perplexity"])
+            seen[line["kind"]].append(line)
     source, evaluated = seen["source"], seen["eval"]
     start = (seen["start"] or evaluated)[:1]
     only_the_start = len(evaluated) == 1 and not seen["start"]  # 0 would read as if training had recovered nothing
-    if not source or not evaluated or only_the_start:
+    if not source or not evaluated or only_the_start or not _is_loss(start[0].get(_LEAST_LOSS)):
         return None
-    # arrays of one number, as if the text were one document
-    share = recovered_share(*(np.log([perplexity]) for perplexity in (source[0], start[0], evaluated[-1])))
-    return None if share is None else share.value
+    before, lost, now = (math.log(line["perplexity"]) for line in (source[0], start[0], evaluated[-1]))
+    share = (lost - now) / (lost - before)
+    return share if math.isfinite(share) else None
+
+
+def _is_loss(least: float | None) -> bool:
+    return least is not None and least > 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
-from ...console import info
+from ...console import counted, info
 from ..data.mixture import Mixture
 from ..estimate.model_size import ModelSize
 from ..loss.chunked import attach_chunked_loss
@@ -146,4 +146,4 @@ def _tell(opened: OpenedRun, progress: Progress | None) -> None:
     if progress:
         info(f"Continuing at step {progress.step} of {budget.steps}.")
     else:
-        info(f"{budget.tokens:,} tokens: {budget.steps:,} steps of {budget.tokens_per_step:,}.")
+        info(f"{counted(budget.tokens, 'token')}: {counted(budget.steps, 'step')} of {budget.tokens_per_step:,}.")

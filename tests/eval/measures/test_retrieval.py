@@ -76,6 +76,23 @@ def test_every_sequence_has_its_length_and_the_needle_at_its_depth():
     assert CUE + ANSWER == NEEDLE
 
 
+@pytest.mark.parametrize(("passages", "documents"), [(4, 4), (6, 6), (13, 6)])
+def test_passages_come_from_different_documents_while_there_are_any(passages, documents):
+    text = random_documents([900, 40, 300, 20, 2500, 33, 500], vocab=500)  # the fourth is shorter than a passage
+    hidden = hide_passages(text, NeedleSettings(passages=passages, lengths=(128,)))
+    assert len({one.document for one in hidden}) == documents
+    for one in hidden:
+        needle = one.sequences[-1][-NEEDLE:]
+        ids = text[one.document].ids
+        assert any(ids[place : place + NEEDLE] == needle for place in range(1, len(ids)))
+
+
+def test_documents_shorter_than_a_passage_still_give_passages():
+    hidden = hide_passages(random_documents([12] * 60, vocab=500), NeedleSettings(passages=8, lengths=(128,)))
+    assert len({one.document for one in hidden}) == 8
+    assert {len(ids) for one in hidden for ids in one.sequences} == {128}
+
+
 def test_bos_stands_first_where_documents_have_it():
     (document,) = random_documents([600], vocab=400)
     with_bos = [TokenDocument("a", [399, *document.ids], 1, bos=True)]

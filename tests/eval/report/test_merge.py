@@ -83,7 +83,7 @@ def test_comparisons_that_differ_in_protocol_or_source_are_not_merged(run, model
 def test_the_curve_of_a_sweep_joins_the_page(run, models, tmp_path):
     (tmp_path / "sweep").mkdir()
     rows = [SweepRow("source", 4, 1024.0, 20.0, 19.0, 21.0, 0.0), SweepRow("mean", 2, 512.0, 30.0, 29.0, 31.0, 1.0)]
-    write_tradeoff(rows, tmp_path / "sweep", {"checkpoint": "source"})
+    write_tradeoff(rows, tmp_path / "sweep", {"checkpoint": "source"}, [100, 200])
     merged = read_and_merge([tmp_path / "sweep", run("first", models[:2])])
     rebuild_report(merged, tmp_path / "page")
     assert "What each number of KV heads costs" in (tmp_path / "page" / "report.html").read_text()

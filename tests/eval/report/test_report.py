@@ -14,10 +14,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from headfold.errors import DataError, UsageError
+from headfold.errors import DataError, HeadfoldError, UsageError
 from headfold.eval.report.format import change, number, percent
 from headfold.eval.report.merge import read_and_merge
-from headfold.eval.report.verdict import final_loss, verdict
+from headfold.eval.report.verdict import refuse_loss, verdict
 from headfold.eval.report.write import html, markdown, print_report, rebuild_report, write_report
 from headfold.eval.results import Comparison, read_results
 
@@ -283,18 +283,99 @@ def test_verdict_is_about_the_last_model(results):
     assert said.startswith(
         "gqa-2-up: perplexity +23.4 % [+22.2, +24.6 %] against the source, with a KV cache 4 times smaller"
     )
-    assert "1.50× the speed (batch 8)" in said
     assert "recovered 88 % [87, 89 %] of the log-perplexity that gqa-2 had lost" in said
     alone = results.model_copy(update={"models": results.models[:1]})
     assert verdict(alone) == "mha has a perplexity of 28.71 [25.84, 31.58]."
     assert html(alone)
 
 
-def test_final_loss_is_the_last_models(results):
-    converted, last = (model.against_source.perplexity_ratio.value for model in results.others)
-    assert final_loss(results) == pytest.approx(last - 1)
-    assert final_loss(results) != pytest.approx(converted - 1)
-    assert final_loss(results.model_copy(update={"models": results.models[:1]})) == 0
+def with_ratio(content: dict, value: float | None, low: float | None, high: float | None) -> Comparison:
+    content["models"][-1]["against_source"]["perplexity_ratio"] = {"value": value, "low": low, "high": high}
+    return Comparison.model_validate(content)
+
+
+def test_a_loss_is_judged_by_the_upper_end_of_its_interval(content):
+    """A loss of 1 % with an interval up to 3 % passed a limit of 2 %."""
+    results = with_ratio(content, 1.01, 0.99, 1.03)
+    with pytest.raises(HeadfoldError, match=r"may be worse than the source's by 3\.00%, more than 2\.00%"):
+        refuse_loss(results, 0.02, "bound")
+    refuse_loss(results, 0.02, "point")
+    refuse_loss(results, 0.031, "bound")
+    with pytest.raises(HeadfoldError, match=r"by 1\.00%, more than 0\.50%"):
+        refuse_loss(results, 0.005, "point")
+
+
+def test_a_loss_without_an_interval_fails_unless_judged_by_the_point(content):
+    results = with_ratio(content, 1.001, None, None)
+    with pytest.raises(HeadfoldError, match="there is no interval") as problem:
+        refuse_loss(results, 0.02, "bound")
+    assert "2 documents" in str(problem.value)
+    assert "--fail-by point" in problem.value.hint
+    refuse_loss(results, 0.02, "point")
+
+
+@pytest.mark.parametrize("by", ["bound", "point"])
+def test_a_perplexity_beyond_any_float_fails(content, by):
+    with pytest.raises(HeadfoldError):
+        refuse_loss(with_ratio(content, None, None, None), 10.0, by)
+
+
+def test_an_upper_end_beyond_any_float_fails(content):
+    with pytest.raises(HeadfoldError):
+        refuse_loss(with_ratio(content, 1.01, 0.5, None), 10.0, "bound")
+
+
+def test_a_source_alone_cannot_be_judged(results):
+    with pytest.raises(UsageError):
+        refuse_loss(results.model_copy(update={"models": results.models[:1]}), 0.02, "bound")
+
+
+def test_headline_has_the_range_of_the_speed(content):
+    speed = content["models"][-1]["against_source"]["speedup"][-1]["decode"]
+    said = verdict(Comparison.model_validate(content))
+    assert "1.50× (1.40 to 1.60) the speed (batch 8)" in said  # a file of schema 2
+    speed.update(low=1.38, high=1.62)
+    results = Comparison.model_validate(content)
+    assert "decoding at 1.50× [1.38, 1.62] the speed (batch 8)" in verdict(results)
+    assert "1.50× [1.38, 1.62]" in Page(html(results)).text
+    assert "1.50× [1.38, 1.62]" in markdown(results)
+    speed.update(low=0.97, high=1.62)
+    assert "1.50× [0.97, 1.62] the speed, which may be the same (batch 8)" in verdict(
+        Comparison.model_validate(content)
+    )
+
+
+def test_a_recovered_share_that_is_not_defined_says_why(content, capsys):
+    reason = "it is not certain that gqa-2 lost anything on this text: its interval reaches zero"
+    missing = {"value": None, "low": None, "high": None, "converted": "gqa-2", "missing": reason}
+    content["models"][-1]["against_source"]["recovered"] = missing
+    results = Comparison.model_validate(content)
+    assert f"There is no recovered share: {reason}." in verdict(results)
+    assert "recovered 88" not in verdict(results)
+    text = Page(html(results)).text
+    assert reason in text
+    assert "of the loss recovered" not in text
+    assert "not defined" in markdown(results)
+
+
+def test_effective_number_of_documents_stands_beside_the_numbers(content, capsys):
+    content["protocol"].update(documents=20, effective_documents=8.05)
+    content["protocol"]["interval"].update(method="studentised", fewest_documents=5, fewest_effective=2.0)
+    results = Comparison.model_validate(content)
+    print_report(results)
+    assert "20 documents, effective number 8.1" in " ".join(capsys.readouterr().out.split())
+    for text in (Page(html(results)).text, markdown(results)):
+        assert "20 documents of unequal length that tell as much as 8.1 equal ones" in text
+        assert "95 %, studentised, 2,000 draws, paired" in text
+
+
+def test_missing_intervals_say_what_would_be_enough(content):
+    content["protocol"].update(documents=1, effective_documents=1.0)
+    content["protocol"]["interval"].update(fewest_documents=5, fewest_effective=2.0)
+    results = with_ratio(content, 1.02, None, None)
+    enough = "1 document, effective number 1.0; an interval needs at least 5 documents and an effective number of 2"
+    assert f"none: {enough}" in markdown(results)
+    assert f"No intervals: {enough}." in verdict(results)
 
 
 def test_rebuild_gives_the_same_files(results, tmp_path):
@@ -313,7 +394,7 @@ def test_results_that_cannot_be_read_are_refused(tmp_path, content):
         ("{", "not valid JSON"),
         ("[]", "does not hold the results"),
         (json.dumps({"kind": "other"}), "does not hold the results"),
-        (json.dumps({**content, "schema": 99}), "has schema 99, this headfold reads 2"),
+        (json.dumps({**content, "schema": 99}), "has schema 99, this headfold reads 2 and 3"),
         (json.dumps(without_documents), "documents: Field required"),
         (json.dumps({**content, "xyzzy": 1}), "xyzzy: Extra inputs"),
     ):
@@ -370,14 +451,40 @@ def test_a_source_from_the_cache_has_no_kl(content):
     assert markdown(results)
 
 
+def test_every_cell_says_its_column_where_the_page_is_narrow(results):
+    """Below 560 pixels a table shows a block per row, and each cell names its model."""
+    page = html(results)
+    cells = re.findall(r"<td[^>]*>", page)
+    assert len(cells) > 50
+    assert all('data-label="' in cell for cell in cells)
+    assert page.count("<table") == len(re.findall(r'<table class="[^"]*stack', page))
+    narrow = page[page.index("@media (max-width: 560px)") :]
+    assert "content: attr(data-label)" in narrow[: narrow.index("@media print")]
+
+
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
-SEEN = """
+SEEN = r"""
 document.title = JSON.stringify({
   wide: document.documentElement.scrollWidth,
   inner: innerWidth,
   fetched: performance.getEntriesByType('resource').length,
+  // how far tables can be scrolled sideways, and words that stand on more than one line
+  scrolled: Math.max(...[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)),
+  broken: (() => {
+    const found = [], walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    for (let node; (node = walker.nextNode());) {
+      if (node.parentElement.closest('svg, script, pre, dl, [hidden]')) continue;
+      for (const word of node.data.matchAll(/[^\s\u00a0\/,_=-]+/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) found.push(word[0]);
+      }
+    }
+    return found;
+  })(),
   background: getComputedStyle(document.body).backgroundColor,
   plots: [...document.querySelectorAll('figure svg')].map(svg => {
     const box = svg.getBoundingClientRect();
@@ -401,6 +508,8 @@ def test_page_in_chromium(results, tmp_path, theme):
         assert seen["fetched"] == 0
         assert seen["inner"] == width
         assert seen["wide"] <= width  # nothing makes the page scroll sideways
+        assert seen["scrolled"] <= 0
+        assert seen["broken"] == []
         assert seen["background"] == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
         assert len(seen["plots"]) == PLOTS
         for left, right, height, inside, colours in seen["plots"]:

@@ -77,7 +77,7 @@ def test_the_recovered_share_is_measured_against_the_source(converted, settings,
     )
     better = load_file(trained / "model.safetensors")
     save_file(better, converted.with_name("source") / "model.safetensors", metadata={"format": "pt"})
-    weights = {**better, name: better[name] + torch.randn(better[name].shape).to(better[name].dtype) * 0.02}
+    weights = {**better, name: better[name] + torch.randn(better[name].shape).to(better[name].dtype) * 0.1}
     save_file(weights, converted / "model.safetensors", metadata={"format": "pt"})
     record = json.loads((converted / "headfold.json").read_text())
     record["history"][0]["source_digest"] = Checkpoint.open(converted.with_name("source")).digest()
@@ -86,7 +86,7 @@ def test_the_recovered_share_is_measured_against_the_source(converted, settings,
     found = {}
     for with_teacher in ("auto", None):
         wanted = settings(
-            teacher=with_teacher, steps=12, eval_data=text, eval_tokens=300, eval_every=6, learning_rate=1e-2
+            teacher=with_teacher, steps=12, eval_data=text, eval_tokens=1500, eval_every=6, learning_rate=1e-2
         )
         out = uptrain_checkpoint(converted, tmp_path / str(with_teacher), wanted)
         lines = [json.loads(line) for line in (out / "headfold_metrics.jsonl").read_text().splitlines()]

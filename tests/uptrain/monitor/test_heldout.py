@@ -10,16 +10,30 @@ from headfold.uptrain.run import uptrain_checkpoint
 from runs import metrics
 
 
-def line(kind: str, perplexity: float, text: str = "a") -> dict:
-    return {"kind": kind, "perplexity": perplexity, "text": text}
+def line(kind: str, perplexity: float, text: str = "a", *, least_loss: float | None = 0.1) -> dict:
+    return {"kind": kind, "perplexity": perplexity, "text": text, "least_loss": least_loss}
 
 
 def test_the_share_is_that_of_the_gap_from_the_start_to_the_source():
     lines = [line("source", 10), line("eval", 40), line("train", 1), line("eval", 20)]
     assert recovered_so_far(lines, "a") == pytest.approx(0.5)
     assert recovered_so_far(lines[:2], "a") is None  # nothing was scored after the start
-    assert recovered_so_far([line("source", 10), line("eval", 9), line("eval", 8)], "a") is None
     assert recovered_so_far(lines[1:], "a") is None
+
+
+@pytest.mark.parametrize("least_loss", [0.0, -0.3, None])
+def test_a_start_that_is_not_certainly_worse_has_no_recovered_share(least_loss):
+    """A start of 10.01 against a source of 10 gave 2252 % recovered."""
+    lines = [line("source", 10), line("eval", 10.01, least_loss=least_loss), line("eval", 9.8)]
+    assert recovered_so_far(lines, "a") is None
+    anew = [line("source", 10), line("start", 10.01, least_loss=least_loss), line("eval", 9.8)]
+    assert recovered_so_far(anew, "a") is None
+
+
+def test_lines_of_an_earlier_version_have_no_recovered_share():
+    lines = [line("source", 10), line("eval", 40), line("eval", 20)]
+    del lines[1]["least_loss"]
+    assert recovered_so_far(lines, "a") is None
 
 
 def test_measurements_on_another_text_do_not_count():
@@ -69,4 +83,7 @@ def test_the_same_text_is_not_scored_again(tiny_checkpoint, settings, text_file,
     cut_power(7, tiny_checkpoint, tmp_path / "out", wanted)
     uptrain_checkpoint(tiny_checkpoint, tmp_path / "out", wanted)
     assert len(metrics(tmp_path / "out", "source")) == 1
+    # the model is its own source, which lost nothing
+    assert metrics(tmp_path / "out", "eval")[0]["least_loss"] == 0
+    assert all("recovered" not in one for one in metrics(tmp_path / "out", "train"))
     assert metrics(tmp_path / "out", "start") == []
