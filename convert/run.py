@@ -190,7 +190,7 @@ def _fill_folder(
     write_code(json.loads(plan.config_text), folder)
     plan.result.finish(folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
-    unused = verify(folder)
+    unused = verify(folder).names
     write_weights(plan, writer, statistics)
     refined = None if refinement is None else refinement.run(plan.source, folder)
     return {**_entry(plan, statistics, unused), "refinement": refined}
@@ -203,7 +203,8 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
     layers = plan.result.changed_layers
     with progress(plan.method_name, len(layers)) as advance, torch.no_grad():
         for layer in layers:
-            moment = None if statistics is None else statistics.second_moment(layer.layer)
+            # No text reaches a layer that the class ignores on loading.
+            moment = None if statistics is None or layer.ignored else statistics.second_moment(layer.layer)
             context = MethodContext(layer.layer, plan.settings.seed, plan.family.initializer_range, moment)
             for name, tensor in plan.result.new_tensors(layer, plan.method, plan.grouping, context).items():
                 writer.put(name, tensor)

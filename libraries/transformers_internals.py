@@ -57,6 +57,16 @@ def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tupl
     return found
 
 
+def unread_names(model: PreTrainedModel, disk_names: list[str]) -> list[str]:
+    """Find the tensors on disk that the class's loader drops, in the order of ``disk_names``.
+
+    The loader's own report leaves out those that the class means to ignore (``_keys_to_ignore_on_load_unexpected``),
+    such as the layers of multi-token prediction.
+    """
+    known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    return [disk for disk, name, _ in _renamed(model, disk_names) if name not in known]
+
+
 def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name on disk, the name in the class, and the pattern if the tensor is not only renamed."""
     transforms = get_model_conversion_mapping(model)
