@@ -17,7 +17,6 @@ from ...errors import CheckpointError, first_line
 from ...libraries.transformers_internals import memory_names, unread_names
 from .model_type import ModelType, quiet_transformers
 
-
 _KEYS = re.compile(r"(?P<module>.+)\.(k_proj|k|qkv_proj|Wqkv|query_key_value|c_attn)(\.linear)?\.weight")
 _OF_KV_HEADS = re.compile(r"([kv]_proj|[kv]|qkv_proj|Wqkv|query_key_value|c_attn|k(ey)?_(layer)?norm|[kv]_sconv)\b.*")
 _OLD_BUFFER = re.compile(r"(.*\.)?inv_freq|bias|masked_bias|position_ids")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,8 +121,7 @@ class FewerHeads(ResultAttention):
         before = after = 0
         for layer in self.family.layers:
             if layer.side == side:
-                info = self.source.tensors[layer.k]
-                per_head = (layer.head_dim + layer.value_dim) * (info.nbytes // math.prod(info.shape))
+                per_head = (layer.head_dim + layer.value_dim) * self.source.element_bytes
                 before += self.family.counts.cached_heads(layer.kv_heads) * per_head
                 after += self.family.counts.cached_heads(min(self.groups, layer.kv_heads)) * per_head
         return before, after

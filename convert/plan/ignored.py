@@ -43,8 +43,8 @@ class IgnoredTensors:
         found = []
         if self.layers:
             found.append(
-                f"{self.class_name} ignores {_listed([layer.module for layer in self.layers])} on loading (mostly layers of "
-                "multi-token prediction): the KV heads there are merged by the same method as in the other layers, but "
+                f"{self.class_name} ignores {_listed([layer.module for layer in self.layers])} on loading (mostly layers "
+                "of multi-token prediction): the KV heads there are merged by the same method as in the other layers, but "
                 "without statistics of text and without refinement, so such layers may predict worse than before"
             )
         if self.copied:
