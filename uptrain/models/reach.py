@@ -66,7 +66,8 @@ def _reached(model: Any) -> set[int] | None:
     ids_1T = torch.tensor([_plain_ids(model.config)], device=device)
     with _all_trainable(model), torch.enable_grad():
         try:
-            logits = model(**trial_inputs(model, ids_1T), use_cache=False).logits
+            # without a cache, masks look for packed documents in the values, and a tensor on meta has none
+            logits = model(**trial_inputs(model, ids_1T), use_cache=device.type == "meta").logits
         except Exception:  # a class that needs its own device or more inputs raises anything
             return None
     return _below(logits)

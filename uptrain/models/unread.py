@@ -49,7 +49,7 @@ def copy_unread(source: Checkpoint, names: list[str], folder: Path) -> None:
     with ShardWriter(folder, [OutFile(Path(name), tuple(tensors), {})]) as writer:
         writer.create()
         writer.start_copying()
-        writer.finish(lambda _: None)
+        writer.finish(_not_shown)
     weight_map |= dict.fromkeys(names, name)
     totals = {
         "total_parameters": saved.elements + sum(source.tensors[one].elements for one in names),
@@ -57,6 +57,10 @@ def copy_unread(source: Checkpoint, names: list[str], folder: Path) -> None:
     }
     index = {"metadata": totals, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _not_shown(amount: float = 1) -> None:
+    """Take the place of a progress bar."""
 
 
 def _shard(number: int, count: int) -> str:

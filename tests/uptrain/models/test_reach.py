@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from tiny import tiny_model
 from torch import nn
 
 SEEING = {
-    "llava": ["model.multi_modal_projector", "model.vision_tower"],
     "gemma3": ["model.multi_modal_projector", "model.vision_tower"],
-    "qwen2_5_vl": ["model.visual"],
+    "got_ocr2": ["model.multi_modal_projector", "model.vision_tower"],
+    "fuyu": ["model.vision_embed_tokens"],
+    "phi4_multimodal": ["model.embed_tokens_extend"],
+    "llava": ["model.multi_modal_projector", "model.vision_tower"],
     "smolvlm": ["model.connector", "model.vision_model"],
 }
 """Types that also see → what text does not reach."""
 
 
-def seeing_checkpoint(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def _seeing_checkpoint(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype) -> Path:
     """Write a tiny model that also sees, with the tokenizer of the tiny text model."""
     tiny_model(model_type, 4, 4).to(dtype).save_pretrained(folder)
     for file in tokenizer.glob("tokenizer*"):
@@ -86,22 +89,26 @@ def test_an_expert_that_no_token_was_sent_to_is_trained_and_an_unused_module_is_
     assert all(weight.requires_grad for weight in model.model.layers[1].mlp.experts.parameters())
 
 
-@pytest.mark.parametrize("train", ["all", "attention"])
+@pytest.mark.parametrize(
+    ("model_type", "train", "dtype"),
+    [("gemma3", "all", torch.bfloat16), ("got_ocr2", "attention", torch.float16), ("fuyu", "all", torch.float32)],
+)
 def test_towers_are_published_byte_for_byte_and_the_record_names_them(
-    train, tmp_path, settings, tiny_checkpoint, capfd
+    model_type, train, dtype, tmp_path, settings, tiny_checkpoint, capfd
 ) -> None:
-    source = seeing_checkpoint("llava", tmp_path / "source", tiny_checkpoint)
-    rows = dict(estimate_run(source, settings(train=train), Layout(processes=2, sharded=False, cpu=True)))
-    assert "model.vision_tower" in rows["frozen"]
+    source = _seeing_checkpoint(model_type, tmp_path / "source", tiny_checkpoint, dtype)
+    rows = dict(estimate_run(source, settings(train=train), Layout(processes=2, cpu=True)))
+    assert SEEING[model_type][-1] in rows["frozen"]
     out = uptrain_checkpoint(source, tmp_path / "out", settings(train=train, steps=3, teacher=None))
-    assert "model.vision_tower, which text does not reach" in capfd.readouterr().err.replace("\n", " ")
+    said = capfd.readouterr().err.replace("\n", " ")
+    assert f"{SEEING[model_type][-1]}, which text does not reach" in said
     before, after = _bytes(source), _bytes(out)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed
-    assert not [name for name in changed if "vision_tower" in name or "projector" in name]
+    assert not [name for name in changed if re.search("vision|projector", name)]
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
-    assert entry["frozen"] == SEEING["llava"]
+    assert entry["frozen"] == SEEING[model_type]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -119,7 +126,7 @@ def test_layers_that_a_class_ignores_on_loading_are_in_the_trained_checkpoint(
         from headfold import convert_checkpoint
 
         source = convert_checkpoint(source, tmp_path / "shards", groups=1, max_shard_size="20KB")
-    rows = dict(estimate_run(source, settings(), Layout(processes=1, sharded=False, cpu=True)))
+    rows = dict(estimate_run(source, settings(), Layout(cpu=True)))
     assert "mtp.layers.0" in rows["copied untrained"]
     out = uptrain_checkpoint(source, tmp_path / "out", settings(steps=3, teacher=None))
     assert "not loaded by its class" in capfd.readouterr().err
