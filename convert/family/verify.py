@@ -93,8 +93,7 @@ def attention_modules(model: PreTrainedModel, tensors: Mapping[str, TensorInfo])
 
     A place is ``model.layers.3.self_attn``, for example. A layer that is not loaded gets the names of those that are.
     """
-    tails = {_cut(disk)[1]: _cut(name)[1] for disk, name in memory_names(model, list(tensors)).items()}
-    named = {place + tails.get(tail, tail): tensors[disk] for disk in tensors for place, tail in (_cut(disk),)}
+    named = _names_in_class(model, tensors)
     found = {match["module"]: dict[str, TensorInfo]() for match in map(_KEYS.fullmatch, named) if match}
     for name, info in named.items():
         parts = name.split(".")
@@ -103,6 +102,19 @@ def attention_modules(model: PreTrainedModel, tensors: Mapping[str, TensorInfo])
             if module in found and not _OLD_BUFFER.fullmatch(leaf):
                 found[module][leaf] = info
     return dict(found)
+
+
+def _names_in_class(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Rename tensors as the class does, also in layers that it does not load, unless they have such names on disk."""
+    tails = {_cut(disk)[1]: _cut(name)[1] for disk, name in memory_names(model, list(tensors)).items()}
+    as_in_class = {match["module"] for match in map(_KEYS.fullmatch, tensors) if match}
+    named = {}
+    for disk, info in tensors.items():
+        parts = disk.split(".")
+        place, tail = _cut(disk)
+        keeps = any(".".join(parts[:length]) in as_in_class for length in range(1, len(parts)))
+        named[disk if keeps else place + tails.get(tail, tail)] = info
+    return named
 
 
 def _cut(name: str) -> tuple[str, str]:

@@ -74,7 +74,11 @@ def write_trained(
         load_language_model(folder, device_map="meta", trust_remote_code=trust_remote_code)
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
-        write_record(folder, source.folder, {**entry, "tensors_left_out": sorted({*left_out} - {*unread}), "tensors_copied": unread})
+        write_record(
+            folder,
+            source.folder,
+            {**entry, "tensors_left_out": sorted({*left_out} - {*unread}), "tensors_copied": unread},
+        )
         if last_entry(folder, "convert") is not None:
             write_card(folder)
 

@@ -44,7 +44,7 @@ class FrozenParts:
 def freeze_unreached(model: Any) -> FrozenParts:
     """Freeze the parameters that get no gradient from text, whatever the text.
 
-    They are found by a forward pass over a few tokens and a walk through its autograd graph, so no gradient is computed.
+    They are found by a forward pass over a few tokens and a walk through its autograd graph. No gradient is computed.
     An expert that no token was sent to is not frozen: other text reaches it. The model may be on the meta device.
 
     Returns:

@@ -12,7 +12,6 @@ from ...checkpoint.weights import INDEX_NAME
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter
 from ...libraries.transformers_internals import unread_names
 
-
 _CONSTANT = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attn\.bias|attention\.bias)$")
 """Buffers that old checkpoints hold although every class computes them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,99 @@ def test_layers_that_a_class_ignores_on_loading_get_as_many_kv_heads_as_the_othe
     entry = json.loads((out / "headfold.json").read_text())["history"][-1]
     assert any("ignores" in note and "self_attn" in note for note in entry["notes"])
     assert f"{prefix}self_attn.k_proj.weight" in entry["tensors_unused"]
+
+
+FURTHER: dict[str, tuple[str, dict]] = {
+    "exaone4_5": ("mtp.layers.0.", {}),
+    "glm4v_moe": ("model.layers.46.", {}),
+    "glm_ocr": ("model.language_model.layers.16.", {}),
+    "hy_v3": ("model.layers.80.", {}),
+    "inkling_text": ("model.mtp.layers.0.", {}),
+    "inkling_mm_model": ("model.mtp.layers.0.", {}),
+    "mellum": ("mtp.layers.0.", {}),
+    "minimax_m3_vl_text": ("mtp.layers.0.", {}),
+    "nemotron_h": ("mtp.layers.0.", {}),
+    "olmo_hybrid": ("mtp.layers.0.", {}),
+    "qwen3_5_text": ("mtp.layers.0.", {}),
+    "qwen3_5_moe_text": ("mtp.layers.0.", {}),
+    "qwen4_exp_text": ("mtp.layers.0.", {}),
+    "sarvam_moe": ("model.layers.46.", {}),
+    "step3p7": ("model.layers.2.", {"text_config": {"num_nextn_predict_layers": 1}}),
+}
+"""All further types of transformers 5.24 whose class ignores layers on loading and that can be converted."""
+FOLDERS = {
+    *("exaone_moe", "ernie4_5_moe", "glm4_moe", "qwen3_next", "exaone4_5", "glm4v_moe", "glm_ocr", "hy_v3", "inkling"),
+    *("mellum", "minimax_m3_vl", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "step3p7"),
+}
+"""Their folders in transformers."""
+NO_KV_HEADS = {
+    *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots3_note", "glm4_moe_lite", "glm5_next"),
+    *("glm_moe_dsa", "hy_v4", "hy_v4_vl", "longcat_flash", "mistral_large4", "mimo_v2_flash"),
+}
+"""Folders of types that ignore layers and are refused whole: latent attention, or heads that differ by layer."""
+OTHERS = {
+    "gemma3n",  # keys and values of layers that take those of others
+    "gemma4",
+    "cosmos3_edge",  # a generator's parts of every layer
+    "granite_docling",  # its class joins qwen3_5's
+    "nemotron3_5_transcribe",  # hears, and has no language model class
+}
+
+
+def test_every_class_of_transformers_that_ignores_layers_is_known_here() -> None:
+    """A new one fails here. Then give it a row above."""
+    import transformers
+
+    found = set()
+    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        # the rest of the statement, or of the lines that fill it
+        for match in re.finditer(r"_keys_to_ignore_on_load_unexpected\b[^\n]*=(?:[^\n]*\n){1,4}", text):
+            if re.search(r"mtp|layers\\+\.", match[0]) and "def forward" not in match[0]:
+                found.add(file.parent.name)
+    assert len(found) > 20
+    assert found - FOLDERS - NO_KV_HEADS - OTHERS == set()
+
+
+@pytest.mark.parametrize("model_type", FURTHER)
+def test_every_type_that_ignores_layers_converts_them(model_type: str, tmp_path: Path) -> None:
+    prefix, over = FURTHER[model_type]
+    tiny_model(model_type, 4, 4, **over).save_pretrained(tmp_path / "source")
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    keys = r"(.*(?<!visual)(?<!vision_model)\.layers\.\d+\.)\w+\.(k_proj|wk_dv|query_key_value)\.weight"
+    place = [match[1] for match in map(re.compile(keys).fullmatch, before) if match][-1]
+    twins = {prefix + name.removeprefix(place): one.clone() for name, one in before.items() if name.startswith(place)}
+    assert not twins.keys() & before.keys()
+    save_file(before | twins, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
+    after = load_file(out / "model.safetensors")
+    changed = [name for name in twins if after[name].shape != twins[name].shape]
+    assert changed
+    assert all(torch.equal(after[name], after[place + name.removeprefix(prefix)]) for name in twins)
+    check_checkpoint(out)
+
+
+def test_keys_of_layers_that_take_those_of_others_are_merged_as_well(tmp_path: Path) -> None:
+    """Gemma 3n has them on disk, and other runtimes load them."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    many = {"layer_types": kinds * 2, "intermediate_size": [64] * 10, "activation_sparsity_pattern": [0.0] * 10}
+    over = {"num_hidden_layers": 10, "num_kv_shared_layers": 5, **many}
+    tiny_model("gemma3n_text", 4, 4, **over).save_pretrained(tmp_path / "source")
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    assert "model.layers.9.self_attn.k_proj.weight" not in before
+    parts = [name.split("layers.4.")[1] for name in before if "layers.4.self_attn.k" in name or "4.self_attn.v" in name]
+    unused = {f"model.layers.9.{part}": before[f"model.layers.4.{part}"].clone() for part in parts}
+    assert len(unused) >= 3
+    save_file(before | unused, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    out = convert_checkpoint(tmp_path / "source", tmp_path / "out", groups=2)
+    after = load_file(out / "model.safetensors")
+    assert after["model.layers.9.self_attn.k_proj.weight"].shape[0] == 2 * 16
+    assert all(torch.equal(after[name], after[name.replace("layers.9", "layers.4")]) for name in unused)
+    check_checkpoint(out)
+    key = "model.layers.9.self_attn.k_proj.weight"
+    save_file(after | {key: before[key.replace("9", "4")]}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        check_checkpoint(out)
 
 
 @pytest.mark.parametrize("grouping", ["contiguous", "similarity"])

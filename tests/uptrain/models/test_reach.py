@@ -62,7 +62,9 @@ def test_what_text_does_not_reach_is_frozen(model_type: str, device: str) -> Non
     assert frozen.parameters == sum(model.get_parameter(name).numel() for name in inside)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3_next", "mixtral", "gpt_oss", "qwen2_moe", "olmoe", "deepseek_v3"]
+)
 def test_nothing_of_a_text_model_is_frozen_experts_without_tokens_among_them(model_type: str) -> None:
     over = {"num_experts": 16} if model_type in ("qwen2_moe", "olmoe") else {}
     model = tiny_model(model_type, 4, 4, **over)
@@ -119,7 +121,9 @@ def test_layers_that_a_class_ignores_on_loading_are_in_the_trained_checkpoint(
     source = tmp_path / "source"
     shutil.copytree(tiny_checkpoint, source)
     tensors = load_file(source / "model.safetensors")
-    twin = {name.replace("model.layers.1.", "mtp.layers.0."): one.clone() for name, one in tensors.items() if ".1." in name}
+    twin = {
+        name.replace("model.layers.1.", "mtp.layers.0."): one.clone() for name, one in tensors.items() if ".1." in name
+    }
     assert len(twin) > 6
     save_file(tensors | twin, source / "model.safetensors", {"format": "pt"})
     if sharded:
