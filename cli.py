@@ -74,6 +74,7 @@ app.command("report", epilog="Example: `headfold report report -o report-again -
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the console script. It always ends in SystemExit."""
+    console.replace_what_a_stream_cannot_print()
     try:
         app(arguments)
     except HeadfoldError as problem:

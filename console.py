@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -20,6 +22,14 @@ talk = Console(stderr=True, highlight=False, soft_wrap=True)
 """stderr, for progress and warnings. rich honours NO_COLOR, and drops colours if stderr is not a terminal."""
 data = Console(highlight=False, soft_wrap=True)
 """stdout, for the result of the command."""
+
+
+def replace_what_a_stream_cannot_print() -> None:
+    """Print "?" for signs that the terminal's encoding lacks. Cron, containers and old terminals know ASCII alone."""
+    for stream in (sys.stdout, sys.stderr):
+        # streams of tests and notebooks may be of another class
+        if isinstance(stream, io.TextIOWrapper) and not (stream.encoding or "").lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
 
 
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

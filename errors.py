@@ -47,9 +47,20 @@ class Interrupted(HeadfoldError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-def first_line(problem: BaseException) -> str:
-    """Shorten an error of another library to its first line, for a sentence of ours."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    if isinstance(problem, KeyError) or not lines:  # a KeyError says nothing but the key
+_LONGEST_REASON = 300
+
+
+def reason(problem: BaseException) -> str:
+    """Shorten an error of another library to one line that holds its reason, for a sentence of ours."""
+    lines = [" ".join(line.split()) for line in str(problem).splitlines() if line.strip()]
+    if isinstance(problem, (KeyError, IndexError)) or not lines:  # they say nothing but the key
         return f"{type(problem).__name__} {' '.join(lines)}".rstrip()
-    return lines[0]
+    said = lines.pop(0)
+    # Validators name the field on the first line, and what is wrong with it on the next ones.
+    while (
+        lines
+        and (said.endswith((":", ",", " or", " and")) or "validation error" in said.lower())
+        and len(said) < _LONGEST_REASON
+    ):
+        said = f"{said} {lines.pop(0)}"
+    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON].rstrip()} …"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import HeadfoldError, UsageError, first_line
+from ..errors import HeadfoldError, UsageError, reason
 
 FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
 """Weights in other formats and training state. They are not copied: they would carry the source's heads along."""
@@ -56,7 +56,7 @@ def _download(
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         raise UsageError(
-            f"There is no folder {name} here, and no such checkpoint could be downloaded: {first_line(problem)}",
+            f"There is no folder {name} here, and no such checkpoint could be downloaded: {reason(problem)}",
             "Check the spelling and the network; private models need `hf auth login`.",
         ) from problem
 
@@ -75,7 +75,7 @@ def require_login(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as problem:
         raise UsageError(
-            f"{repo_id!r} is not a valid repository name: {first_line(problem)}", "Write it as OWNER/NAME."
+            f"{repo_id!r} is not a valid repository name: {reason(problem)}", "Write it as OWNER/NAME."
         ) from problem
     try:
         HfApi().whoami()
@@ -83,7 +83,7 @@ def require_login(repo_id: str) -> None:
         raise UsageError("There is no login for the hub.", "Run `hf auth login` first, or set HF_TOKEN.") from problem
     except Exception as problem:  # whatever stands between here and the hub
         raise UsageError(
-            f"The hub does not accept the login: {first_line(problem)}", "Check the network and `hf auth whoami`."
+            f"The hub does not accept the login: {reason(problem)}", "Check the network and `hf auth whoami`."
         ) from problem
 
 
@@ -105,6 +105,6 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
         return str(api.upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Made by headfold"))
     except Exception as problem:  # the library raises what the network raises
         raise HeadfoldError(
-            f"{folder} is finished, but could not be pushed to {repo_id}: {first_line(problem)}",
+            f"{folder} is finished, but could not be pushed to {repo_id}: {reason(problem)}",
             f"Push it again: hf upload {repo_id} {folder}",
         ) from problem

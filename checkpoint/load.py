@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, HeadfoldError, reason
 from .modelling import OwnModelType, is_ours, own_type, register_own_code
 
 
@@ -16,7 +18,8 @@ def load_language_model(
     folder: str | Path,
     *,
     dtype: torch.dtype | str = "auto",
-    device_map: str | None = None,
+    device_map: str | dict[str, str] | None = None,
+    offload_folder: Path | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """Load a checkpoint, and make sure that every weight comes from it.
@@ -28,23 +31,24 @@ def load_language_model(
         folder: checkpoint folder or hub id.
         dtype: of the parameters in memory; ``auto`` takes the checkpoint's dtype.
         device_map: as transformers takes it; ``meta`` checks names and shapes without reading weights.
+        offload_folder: an empty folder for weights that stay on disk in another form than the files have.
 
     Raises:
-        CheckpointError: weights are missing or have the wrong shape (transformers would fill them with random numbers).
+        CheckpointError: weights are missing or have the wrong shape (transformers would fill them with random numbers),
+            or a class refuses the files.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     own = _brought(folder, trust_remote_code)
-    try:
+    with _refusals_of_classes(folder):
         loader: Any = _auto_class(config) if own is None else _brought_class(own, own.auto_class, folder)
         loaded: Any = loader.from_pretrained(
             folder,
             dtype=dtype,
             device_map=device_map,
+            offload_folder=offload_folder,
             output_loading_info=True,  # missing weights are reported nowhere else
             trust_remote_code=trust_remote_code,
         )
-    except _FAULTS as problem:
-        raise _cannot_load(folder, problem) from problem
     model, report = loaded
     wrong = sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])})
     if wrong:
@@ -65,10 +69,8 @@ def blank_language_model(
         CheckpointError: config.json is missing or does not describe a language model.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    try:
+    with _refusals_of_classes(folder):
         return _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except _FAULTS as problem:
-        raise _cannot_load(folder, problem) from problem
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -85,12 +87,22 @@ def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     own = _brought(folder, trust_remote_code)
-    try:
+    with _refusals_of_classes(folder):
         if own is not None:
             return _brought_class(own, "AutoConfig", folder).from_pretrained(folder)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except _FAULTS as problem:
-        raise _cannot_load(folder, problem) from problem
+
+
+def generation_in_config(folder: Path) -> Any:
+    """Read the settings of generation that config.json itself holds, as old checkpoints have them.
+
+    Raises:
+        CheckpointError: the class refuses them.
+    """
+    from transformers import GenerationConfig
+
+    with _refusals_of_classes(folder):
+        return GenerationConfig.from_pretrained(folder, config_file_name="config.json")
 
 
 def _brought(folder: str | Path, trust_remote_code: bool) -> OwnModelType | None:
@@ -117,18 +129,26 @@ def _brought_class(own: OwnModelType, auto_class: str, folder: str | Path) -> An
 def _config_json(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a folder; empty where it is missing, as for a hub id."""
     try:
-        content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-_FAULTS = (OSError, ValueError, RuntimeError, KeyError)
-"""Errors that transformers raises over a checkpoint that is damaged or unknown to it."""
+@contextmanager
+def _refusals_of_classes(folder: str | Path) -> Iterator[None]:
+    """Turn what config, model and generation classes raise into one sentence. They raise whatever their parts raise.
 
-
-def _cannot_load(folder: str | Path, problem: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be loaded: {first_line(problem)}", "Check its files, or fetch it again.")
+    Running out of memory says nothing about the files, and goes on as it is.
+    """
+    try:
+        yield
+    except (HeadfoldError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {reason(problem)}", "Check its files, or fetch it again."
+        ) from problem
 
 
 def is_seq2seq(config: Any) -> bool:
@@ -165,14 +185,15 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> An
         register_own_code(_config_json(folder), Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as problem:
-        raise CheckpointError(
-            f"{folder} has no tokenizer that can be loaded: {first_line(problem)}",
-            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights.",
-        ) from problem
     except ImportError as problem:
         said = " ".join(str(problem).split()).split(". ")[0]  # what follows is how to restart a notebook
         raise CheckpointError(
             f"The tokenizer of {folder} needs a package that is not installed: {said}.",
             "Install it (often: pip install sentencepiece), or put a tokenizer.json beside the weights.",
+        ) from problem
+    except Exception as problem:  # the library in Rust raises nothing more special
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be loaded: {reason(problem)}",
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights. Those of a newer "
+            "version may need newer packages: pip install -U tokenizers transformers.",
         ) from problem

@@ -174,6 +174,30 @@ def test_without_colour_errors_read_the_same():
     assert time.monotonic() - began < 60
 
 
+EVAL = ["eval", "SOURCE", "--data", "TEXT", "--tokens", "100", "--repeats", "0", "--needles", "0", "-o", "OUT"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "arguments"),
+    [
+        ("ascii", EVAL),
+        ("latin-1", EVAL),
+        ("ascii", ["convert", "--help"]),
+        ("cp1252", ["inspect", "SOURCE"]),
+        ("ascii", ["convert", "SOURCE", "-g", "1", "-o", "OUT", "--dry-run"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0] + value[-1],
+)
+def test_terminals_that_know_few_signs_get_replacements(encoding, arguments, tiny_checkpoint, text_file, tmp_path):
+    """Row B041: the evaluation was done, and its table ended in a traceback."""
+    places = {"SOURCE": str(tiny_checkpoint), "TEXT": str(text_file), "OUT": str(tmp_path / "out")}
+    command = [sys.executable, "-m", "headfold", *(places.get(word, word) for word in arguments)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "100"}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=200, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode(encoding)
+    assert done.stdout.decode(encoding).strip()
+
+
 # Options of every command, and of other tools that our code names.
 FOREIGN_OPTIONS = {
     "--help",

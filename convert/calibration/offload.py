@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from ...checkpoint.load import is_seq2seq, load_config, load_language_model
+from ...checkpoint.load import load_language_model
 
 _IN_MEMORY_SHARE = 0.5
 """Weights stay on disk where they would take more than this share of the memory that is free."""
@@ -34,14 +34,6 @@ def load_or_offload(
     """
     if weight_bytes < psutil.virtual_memory().available * _IN_MEMORY_SHARE:
         return load_language_model(folder, trust_remote_code=trust_remote_code).to(device)
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     # On a CPU "auto" would fill main memory, which must stay free for activations.
     places = {"": "disk"} if torch.device(device).type == "cpu" else "auto"
-    encoder_decoder = is_seq2seq(load_config(folder, trust_remote_code=trust_remote_code))
-    return (AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM).from_pretrained(
-        folder, dtype="auto", device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code
-    )
+    return load_language_model(folder, device_map=places, offload_folder=scratch, trust_remote_code=trust_remote_code)

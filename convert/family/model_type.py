@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.modelling import OwnModelType, own_type, register
 from ...checkpoint.source import CONFIG_NAME
-from ...errors import CheckpointError, UnsupportedError, first_line
+from ...errors import CheckpointError, UnsupportedError, reason
 from ...libraries.transformers_internals import from_config
 
 KV_KEY = "num_key_value_heads"
@@ -168,7 +168,7 @@ def _resolved(name: str, config: dict[str, Any]) -> PretrainedConfig:
             return CONFIG_MAPPING[name].from_pretrained(folder)
         except Exception as problem:  # config classes raise whatever their validators raise
             raise CheckpointError(
-                f"config.json is refused by {CONFIG_MAPPING[name].__name__}: {first_line(problem)}",
+                f"config.json is refused by {CONFIG_MAPPING[name].__name__}: {reason(problem)}",
                 "Check that this checkpoint loads in transformers.",
             ) from problem
 
@@ -179,7 +179,7 @@ def _built(model_class: type[PreTrainedModel], resolved: PretrainedConfig) -> Pr
             return from_config(model_class, resolved)
         except Exception as problem:  # a model class raises whatever its layers raise
             raise UnsupportedError(
-                f"{model_class.__name__} cannot be built with these settings: {first_line(problem)}"
+                f"{model_class.__name__} cannot be built with these settings: {reason(problem)}"
             ) from problem
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.header import TensorInfo
 from ...checkpoint.modelling import register_own_code
 from ...checkpoint.source import Checkpoint
-from ...errors import CheckpointError, first_line
+from ...errors import CheckpointError, reason
 from ...libraries.transformers_internals import memory_names, unread_names
 from .model_type import ModelType, quiet_transformers
 
@@ -62,7 +62,7 @@ def verify(folder: Path) -> UnusedTensors:
             )
         except Exception as problem:  # the loader raises whatever its parts raise
             raise CheckpointError(
-                f"transformers cannot load {folder}: {first_line(problem)}", "Check that the source itself loads."
+                f"transformers cannot load {folder}: {reason(problem)}", "Check that the source itself loads."
             ) from problem
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:

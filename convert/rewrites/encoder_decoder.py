@@ -16,8 +16,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+from ...checkpoint.load import generation_in_config
 from ...checkpoint.modelling import OWN_TYPES, OwnModelType, own_config
-from ...checkpoint.source import CONFIG_NAME, Checkpoint
+from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError
 from ...libraries.transformers_internals import generation_settings
 from ..family.kv_config import DECODER, ENCODER, query_heads
@@ -206,6 +207,6 @@ def settle_generation(source: Checkpoint, model_type: ModelType, folder: Path) -
         return
     with quiet_transformers():
         usual = GenerationConfig.from_model_config(model_type.resolved)
-        said = GenerationConfig.from_pretrained(source.folder, config_file_name=CONFIG_NAME)
+        said = generation_in_config(source.folder)
         # Not by save_pretrained, which refuses settings that transformers loads.
         generation_settings(usual, said).to_json_file(folder / GENERATION_CONFIG_NAME)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...console import talk, warn
-from ...errors import DataError, UsageError, first_line
+from ...errors import DataError, UsageError, reason
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def answer_tasks(model: Any, tokenizer: Any, settings: TaskSettings, found: tupl
             )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as problem:  # data sets raise many kinds
         raise DataError(
-            f"lm-eval cannot run {', '.join(names)}: {first_line(problem)}",
+            f"lm-eval cannot run {', '.join(names)}: {reason(problem)}",
             "Without a network, name task files with local data.",
         ) from problem
     return [row for task, samples in sorted(results["samples"].items()) for row in _rows(task, samples, results)]
