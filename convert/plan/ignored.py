@@ -42,10 +42,11 @@ class IgnoredTensors:
         """Sentences for the terminal and the record."""
         found = []
         if self.layers:
+            places = _listed([layer.module for layer in self.layers])
             found.append(
-                f"{self.class_name} ignores {_listed([layer.module for layer in self.layers])} on loading (mostly layers "
-                "of multi-token prediction): the KV heads there are merged by the same method as in the other layers, but "
-                "without statistics of text and without refinement, so such layers may predict worse than before"
+                f"{self.class_name} ignores {places} on loading (mostly layers of multi-token prediction): the KV "
+                "heads there are merged by the same method as in the other layers, but without statistics of text and "
+                "without refinement, so such layers may predict worse than before"
             )
         if self.copied:
             found.append(
