@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 4294967296
 
-PACKAGES := checkpoint convert uptrain eval recipes libraries
+PACKAGES := checkpoint corpus convert uptrain eval recipes libraries
 MODULES := $(wildcard *.py)
 
 .PHONY: demo test check bundled-model clean

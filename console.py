@@ -12,16 +12,16 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.filesize import pick_unit_and_suffix
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .errors import UsageError
 
-talk = Console(stderr=True, highlight=False, soft_wrap=True)
+talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False)
 """stderr, for progress and warnings. rich honours NO_COLOR, and drops colours if stderr is not a terminal."""
-data = Console(highlight=False, soft_wrap=True)
-"""stdout, for the result of the command."""
+data = Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+"""stdout, for the result of the command. Neither reads markup: a path may look like it (``[x]``, ``run:100:x``)."""
 
 
 def replace_what_a_stream_cannot_print() -> None:
@@ -79,20 +79,29 @@ def _launch_number(variable: str, default: int) -> int:
 def info(message: str) -> None:
     """Print one line of progress in words."""
     if is_main_process():
-        talk.print(escape(message))
+        talk.print(_printable(message))
 
 
 def warn(message: str) -> None:
     """Print one line about something the user may not expect."""
     if is_main_process():
-        talk.print(f"[yellow]warning:[/yellow] {escape(message)}")
+        talk.print(_labelled("warning:", "yellow", message))
 
 
 def error(message: str, hint: str | None = None) -> None:
     """Print the sentence that ends a failed command, and its hint."""
-    talk.print(f"[bold red]error:[/bold red] {escape(message)}")
+    talk.print(_labelled("error:", "bold red", message))
     if hint:
-        talk.print(f"[bold cyan]hint:[/bold cyan] {escape(hint)}")
+        talk.print(_labelled("hint:", "bold cyan", hint))
+
+
+def _labelled(label: str, style: str, message: str) -> Text:
+    return Text.assemble((label, style), " ", _printable(message))
+
+
+def _printable(text: str) -> str:
+    """Write what no encoding has, such as a byte of a path that is not UTF-8, as ``\\udcff``."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> None:
@@ -104,13 +113,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     if markdown:
         lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        data.print(f"{title}\n\n{text}\n", markup=False)
+        data.print(_printable(f"{title}\n\n{text}\n"))
         return
-    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid = Table(title=Text(_printable(title)), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        grid.add_column(Text(_printable(column)), justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        grid.add_row(*(escape(cell) for cell in row))
+        grid.add_row(*(Text(_printable(cell)) for cell in row))
     data.print(grid)
 
 
@@ -129,7 +138,7 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
         total: units of work; None if their number is unknown.
     """
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -137,7 +146,7 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
     )
     hidden = not (talk.is_terminal and is_main_process())
     with Progress(*columns, console=talk, transient=True, disable=hidden) as bars:
-        task = bars.add_task(description, total=total)
+        task = bars.add_task(_printable(description), total=total)
 
         def advance(amount: float = 1) -> None:
             bars.advance(task, amount)
@@ -185,4 +194,15 @@ def human_seconds(seconds: float) -> str:
 def result(path: object) -> None:
     """Print the path of what a command made, as the last line on stdout, for scripts to read."""
     if is_main_process():
-        data.print(str(path), markup=False)
+        exact(str(path))
+
+
+def exact(text: str) -> None:
+    """Print a line on stdout to the byte: rich would expand tabs, and no encoding has the bytes of some paths."""
+    stream = data.file
+    stream.flush()
+    if hasattr(stream, "buffer"):
+        stream.buffer.write(os.fsencode(text + "\n"))
+        stream.buffer.flush()
+    else:
+        stream.write(text + "\n")

@@ -21,12 +21,30 @@ from pydantic.fields import FieldInfo
 
 from . import console
 from .errors import UsageError
+from .local_paths import expanded
 from .settings import RARE, Flags, OffSwitch, Panel, ReadByModel, Separated, Settings, marks, option_name, validated
 
 Source = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, or its id on the Hugging Face hub.")
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write. It appears whole or not at all.")]
+
+
+def _whole(paths: Any) -> Any:
+    """Expand a path, each of several, or none."""
+    return [expanded(path) for path in paths] if isinstance(paths, (list, tuple)) else paths and expanded(paths)
+
+
+def path_option(*names: str, **described: Any) -> Any:
+    """Make an option for a path. A leading ``~`` is replaced, as a shell does except behind ``--out=``."""
+    return typer.Option(*names, callback=_whole, **described)
+
+
+def paths_argument(**described: Any) -> Any:
+    """Make an argument for several paths, see :func:`path_option`."""
+    return typer.Argument(callback=_whole, **described)
+
+
+Out = Annotated[Path, path_option("--out", "-o", help="Folder to write. It appears whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done. Write nothing.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")]

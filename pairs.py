@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .console import warn
+from .corpus import refuse_unknown_ids
 from .errors import UsageError
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that only print help import this module
@@ -31,12 +32,13 @@ class PairEncoder:
     Args:
         tokenizer: of the checkpoint; no token is added to it.
         longest: most tokens of a side. The text of a longer one is cut, but not the tokens that the tokenizer adds.
+        embeddings: rows of the model's embedding; None: any token is taken.
 
     Raises:
         UsageError: the tokenizer was not told the language of the targets, or a side has no room for text.
     """
 
-    def __init__(self, tokenizer: Any, longest: int) -> None:
+    def __init__(self, tokenizer: Any, longest: int, embeddings: int | None = None) -> None:
         if getattr(tokenizer, "tgt_lang", "") is None:
             raise UsageError(
                 "The tokenizer knows many languages and does not say which one the targets are in.",
@@ -48,11 +50,19 @@ class PairEncoder:
                 f"{longest} tokens leave no room for text: the tokenizer adds {added} to each side.",
                 "Give a larger --sequence-length (of eval: --window).",
             )
-        self._tokenizer, self._longest = tokenizer, longest
+        self._tokenizer, self._longest, self._embeddings = tokenizer, longest, embeddings
         self._warned = False
 
     def __call__(self, source: str, target: str) -> Pair:
-        return Pair(self._ids(text=source), self._ids(text_target=target))
+        """Encode a pair.
+
+        Raises:
+            DataError: the model has no embedding for one of its tokens.
+        """
+        pair = Pair(self._ids(text=source), self._ids(text_target=target))
+        if self._embeddings is not None and (pair.source or pair.target):
+            refuse_unknown_ids(max((*pair.source, *pair.target)), self._embeddings)
+        return pair
 
     def _ids(self, **text: str) -> list[int]:
         # verbose=False: no warning that a text is longer than the model's context, since it is cut below

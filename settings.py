@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from .corpus import Columns
+from .corpus import TEXT, Columns
 from .errors import UsageError
 from .spans import MEAN_SPAN, NOISE_DENSITY
 
@@ -183,8 +192,10 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split), Separated()]
 class RecordSettings(Settings):
     """Fields of every step that reads records: their columns, and what an encoder-decoder is given of them."""
 
-    source_column: Annotated[str, Panel("Text")] = Field(
-        "text", description="column of --data with the text that a model reads"
+    text_column: Annotated[str, Panel("Text")] = Field(
+        TEXT.text,
+        validation_alias=AliasChoices("text_column", "source_column"),
+        description="column of the records with the text that a model reads",
     )
     target_column: str | None = Field(
         None, description="column with the text that an encoder-decoder writes; default span corruption"
@@ -206,4 +217,4 @@ class RecordSettings(Settings):
     @property
     def columns(self) -> Columns:
         """Columns of the records to read."""
-        return Columns(self.source_column, self.target_column)
+        return Columns(self.text_column, self.target_column)

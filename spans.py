@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from .corpus import refuse_unknown_ids
 from .errors import UnsupportedError, UsageError
 from .pairs import Pair
 
@@ -130,10 +131,20 @@ class SpanCorruption:
         return noise, min(spans, noise, tokens - noise)
 
 
-def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Tokenize a text to cut spans out of, without EOS and the like."""
+def plain_ids(tokenizer: Any, text: str, embeddings: int | None = None) -> list[int]:
+    """Tokenize a text to cut spans out of, without EOS and the like.
+
+    Args:
+        embeddings: rows of the model's embedding; None: any token is taken.
+
+    Raises:
+        DataError: the model has no embedding for one of the tokens.
+    """
     # verbose=False: no warning that the text is longer than the model's context, since it is cut into blocks
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if embeddings is not None and ids:
+        refuse_unknown_ids(max(ids), embeddings)
+    return ids
 
 
 def _divide(tokens: int, parts: int, draw: random.Random) -> list[int]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from ..errors import HeadfoldError
 from .modelling import OWN_TYPES
-from .record import RECORD_NAME, read_record
+from .record import RECORD_NAME, hub_id, read_record
 
 CARD_NAME = "README.md"
 SOURCE_CARD_NAME = "README.source.md"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
-_SNAPSHOT = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -43,6 +42,8 @@ def write_card(folder: Path, results: Sequence[Sequence[str]] | None = None) -> 
     metadata.update(library_name="transformers", tags=[*_TAGS, *tags], base_model=base)
     data = ModelCardData(**metadata)
     text = _text(history, base, results, (folder / SOURCE_CARD_NAME).exists())
+    # a name that is not UTF-8 is written with escapes
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD_NAME)
 
 
@@ -72,10 +73,10 @@ def _metadata(card: Path) -> dict[str, Any]:
 def _base_model(history: list[dict[str, Any]]) -> str | None:
     """Find the hub id of the first source, also if it was given as a folder of the hub's cache."""
     first = history[0]
-    snapshot = _SNAPSHOT.search(str(first.get("source_folder", "")))
-    if snapshot:
-        return f"{snapshot['owner']}/{snapshot['name']}"
-    # A relative path such as models/llama looks like a hub id.
+    named = first.get("source_hub_id") or hub_id(str(first.get("source_folder", "")))
+    if named or "source_hub_id" in first:
+        return named
+    # an earlier version does not say; a relative path such as models/llama looks like a hub id
     spec = str(first.get("source", ""))
     return spec if _HUB_ID.fullmatch(spec) and not Path(spec).exists() else None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from .git_lfs import is_pointer, pointer_error
 
 if TYPE_CHECKING:
     import torch
@@ -159,8 +160,8 @@ def read_header(file: Path) -> Header:
             stream.seek(0)
             head = stream.read(_LENGTH_BYTES)
             length = int.from_bytes(head, "little")
-            if head.startswith(b"version "):
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
+            if is_pointer(file):
+                raise pointer_error(file.parent, [Path(file.name)])
             if len(head) < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
                 raise _damaged(file, "its header is truncated or damaged")
             entries = json.loads(stream.read(length).decode("utf-8"))

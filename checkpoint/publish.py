@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..errors import HeadfoldError, UsageError
+from ..output_lock import only_run
 from ..working_folder import flush
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
@@ -23,8 +24,12 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
 
     Raises:
         UsageError: ``out`` holds something and ``overwrite`` is false. Or it is a file or link, which is never
-            replaced, or the working folder or a mount point, which cannot be.
+            replaced, or the working folder or a mount point, which cannot be. Or its path is not UTF-8.
     """
+    try:
+        str(out).encode("utf-8")
+    except UnicodeEncodeError as problem:  # safetensors opens no such file
+        raise UsageError(f"The path of the output {out} is not UTF-8.", "Choose another output path.") from problem
     if out.resolve() in (Path.cwd(), *Path.cwd().parents) or out.is_mount():
         raise UsageError(f"The output {out} is a folder that cannot be replaced.", "Name a folder inside it.")
     if not out.exists() and not out.is_symlink():
@@ -44,9 +49,22 @@ def refuse_overlap(source: Path, out: Path) -> None:
     Raises:
         UsageError: the two overlap.
     """
-    here, there = source.resolve(), out.expanduser().resolve()
+    here, there = source.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise UsageError(f"The output {out} and the source {source} overlap.", "Choose an output path elsewhere.")
+
+
+@contextmanager
+def claiming(out: Path, *, overwrite: bool = False) -> Iterator[None]:
+    """Hold an output for one run, from before its work begins until it is published.
+
+    Raises:
+        UsageError: ``out`` is in the way, see :func:`refuse_occupied`, or another run holds it.
+    """
+    refuse_occupied(out, overwrite)
+    with only_run(out):
+        refuse_occupied(out, overwrite)  # the run that held it may just have ended
+        yield
 
 
 @contextmanager
@@ -58,10 +76,15 @@ def publishing(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     for the same ``out`` removes it.
 
     Raises:
-        UsageError: ``out`` is in the way, see :func:`refuse_occupied`.
+        UsageError: ``out`` is in the way, see :func:`refuse_occupied`, or another run holds it.
         HeadfoldError: the disk is full or not writable.
     """
-    refuse_occupied(out, overwrite)
+    with claiming(out, overwrite=overwrite), _unfinished(out) as folder:
+        yield folder
+
+
+@contextmanager
+def _unfinished(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_siblings(out, _UNFINISHED)

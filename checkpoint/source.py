@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedError
+from ..local_paths import expanded
 from .digest import combined, hash_files
+from .folder.hub import find_folder
+from .folder.side_files import find_side_files
+from .folder.weights import INDEX_NAME, find_weights, other_format
+from .git_lfs import is_pointer, pointer_error
 from .header import Header, TensorInfo, read_tensor
-from .hub import FOREIGN_WEIGHTS, find_folder
 from .record import METRICS_NAME, RECORD_NAME
-from .weights import INDEX_NAME, WeightFiles, find_weights, other_format
 
 if TYPE_CHECKING:
     import torch
 
 CONFIG_NAME = "config.json"
-_NOT_COPIED = (*FOREIGN_WEIGHTS, "*.safetensors", "*.index.json", CONFIG_NAME, RECORD_NAME, METRICS_NAME)
-_REPLACED = {CONFIG_NAME, INDEX_NAME, RECORD_NAME, METRICS_NAME}  # the result gets its own
+_REPLACED = (CONFIG_NAME, RECORD_NAME, METRICS_NAME)  # the result gets its own
 _CODE_AND_TOKENIZER = (
     *("*.py", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
 """Side files that decide numbers. README.md and the like do not."""
-_SKIPPED_FOLDERS = {".git", ".cache", "__pycache__"}
 _CACHED = re.compile(
     r"(^|[._])([kv]|key|value|kv|wk_dv|wv_dv|qkv|query_key_value|c_attn|Wqkv|W_pack)(_proj)?(\.linear)?\.weight$"
 )
@@ -48,7 +49,8 @@ class Checkpoint:
         headers: weight file → its header, without files that the index does not name.
         sharded: whether an index says where each tensor is.
         tensors: name → place on disk, over all weight files.
-        side_files: every other file to copy, relative to ``folder``. ``left_out``: files that are not copied.
+        side_files: every other file to copy, relative to ``folder``.
+        left_out: files and folders that are not copied → the reason.
         notes: oddities of the folder, one sentence each.
     """
 
@@ -60,7 +62,7 @@ class Checkpoint:
     sharded: bool = False
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     side_files: tuple[Path, ...] = ()
-    left_out: tuple[Path, ...] = ()
+    left_out: Mapping[Path, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -76,14 +78,15 @@ class Checkpoint:
             CheckpointError: files are missing, damaged or contradict each other.
             UnsupportedError: the folder holds no weights that can be read.
         """
-        named = Path(spec).expanduser()
+        named = expanded(spec)
         foreign = other_format(named) if named.is_file() else None
         if foreign is not None:
             raise foreign
         folder = find_folder(spec, revision, weights=weights)
         config_text, config = _read_config(folder)
         if not weights:
-            return cls(str(spec), folder, config, config_text, side_files=tuple(_walk(folder)[0]))
+            beside = find_side_files(folder, replaced=_REPLACED)
+            return cls(str(spec), folder, config, config_text, side_files=beside.copied, left_out=beside.left_out)
         found = find_weights(folder)
         headers = {file: found.format.read(file) for file in found.files}
         tensors, notes = _collect_tensors(headers, found.named)
@@ -92,9 +95,15 @@ class Checkpoint:
             headers, tied = _without_twins(headers)
             notes += [f"{name} shares its bytes with {first}, so it is written once" for name, first in tied.items()]
             tensors = {name: info for name, info in tensors.items() if name not in tied}
-        side_files, left_out, strays = _side_files(folder, found)
+        beside = find_side_files(
+            folder,
+            used={file.relative_to(folder) for file in found.files},
+            tensors=tensors,
+            replaced=(*_REPLACED, found.format.index, INDEX_NAME),
+        )
+        strays = [str(path) for path in beside.left_out if path.parent == Path() and path.suffix == ".safetensors"]
         if strays:
-            notes.append(f"not named by the index, so not read: {', '.join(map(str, strays))}")
+            notes.append(f"not named by the index, so not read: {', '.join(strays)}")
         return cls(
             str(spec),
             folder,
@@ -103,8 +112,8 @@ class Checkpoint:
             headers,
             found.named is not None,
             tensors,
-            tuple(side_files),
-            tuple(left_out),
+            beside.copied,
+            beside.left_out,
             tuple(notes),
         )
 
@@ -176,6 +185,8 @@ def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     except OSError as problem:
         raise CheckpointError(f"{folder / CONFIG_NAME} cannot be read: {problem.strerror}.") from problem
     except (ValueError, RecursionError) as problem:
+        if is_pointer(folder / CONFIG_NAME):
+            raise pointer_error(folder, [Path(CONFIG_NAME)]) from problem
         raise CheckpointError(
             f"{folder / CONFIG_NAME} is not valid JSON: {problem}.", "Fetch or repair this file."
         ) from problem
@@ -236,34 +247,3 @@ def _collect_tensors(
                 f"{len(extra)} tensors are in the shards but not in the index, {extra[0]} for one; they are kept"
             )
     return tensors, notes
-
-
-def _side_files(folder: Path, weights: WeightFiles) -> tuple[list[Path], list[Path], list[Path]]:
-    """Sort the files beside the weights: copied, left out, and left out although they look like weights."""
-    copied, left_out = _walk(folder)
-    used = {file.relative_to(folder) for file in weights.files}
-    strays = [path for path in left_out if path.suffix == ".safetensors" and path not in used]
-    replaced = {*_REPLACED, weights.format.index}
-    return copied, [path for path in left_out if path not in used and path.name not in replaced], strays
-
-
-def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """List all files below ``folder``, relative to it: those to copy, and those to leave out."""
-    copied: list[Path] = []
-    left_out: list[Path] = []
-    seen: set[str] = set()
-    # files of a snapshot in the hub's cache are links, and so may be its folders
-    for place, folders, files in os.walk(folder, followlinks=True):
-        here = Path(place)
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS)
-        if os.path.realpath(place) in seen:  # a link to a folder above would never end
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(place))
-        for name in sorted(files):
-            if not (here / name).exists():
-                raise CheckpointError(f"{here / name} is a link to a file that is gone.", "Fetch the checkpoint again.")
-            path = (here / name).relative_to(folder)
-            unwanted = any(fnmatch(name, form) for form in _NOT_COPIED) or not (here / name).is_file()
-            (left_out if unwanted else copied).append(path)
-    return copied, left_out

@@ -20,9 +20,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ..console import Advance, human_bytes
 from ..errors import CheckpointError, HeadfoldError
 from ..working_folder import flush
+from .folder.weights import INDEX_NAME, SINGLE_NAME
 from .header import TensorInfo, byte_size, encode_header, read_tensor, torch_dtype
 from .source import Checkpoint
-from .weights import INDEX_NAME, SINGLE_NAME
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import console
-from ..checkpoint.hub import push, require_login
+from ..checkpoint.folder.hub import push, require_login
 from ..errors import UsageError
-from ..options import DryRun, Out, Overwrite, Revision, Source, Trust, numbers, with_settings
+from ..options import DryRun, Out, Overwrite, Revision, Source, Trust, numbers, path_option, with_settings
 from .serving import SIZES, STACKS, parallel_warnings, shown
 from .settings import ConvertSettings
 
@@ -92,7 +92,8 @@ def inspect(
         str | None, typer.Option(help="Numbers of groups to predict the loss of, such as 8,4,2,1.")
     ] = None,
     statistics: Annotated[
-        Path | None, typer.Option(help="Statistics that `convert --calibration TEXT --statistics FILE` wrote.")
+        Path | None,
+        path_option("--statistics", help="Statistics that `convert --calibration TEXT --statistics FILE` wrote."),
     ] = None,
     target_tp: TargetTp = None,
     revision: Revision = None,

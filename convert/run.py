@@ -12,13 +12,15 @@ import torch
 
 from ..checkpoint.card import write_card
 from ..checkpoint.digest import in_background
+from ..checkpoint.folder.side_files import announce
 from ..checkpoint.modelling import write_code
-from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
-from ..checkpoint.record import write_record
+from ..checkpoint.publish import claiming, publishing, refuse_overlap
+from ..checkpoint.record import named_source, write_record
 from ..checkpoint.source import CONFIG_NAME, Checkpoint
 from ..checkpoint.write import ShardWriter, copy_side_files, require_space
 from ..console import info, progress, warn
 from ..errors import UsageError
+from ..local_paths import expanded
 from ..settings import validated
 from .calibration.calibrate import (
     new_statistics,
@@ -69,7 +71,7 @@ def convert_checkpoint(
         HeadfoldError: of one of its kinds, with nothing written.
     """
     plan = plan_conversion(source, settings, revision=revision, **fields)
-    return run_plan(plan, Path(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
+    return run_plan(plan, expanded(out), overwrite=overwrite, trust_remote_code=trust_remote_code)
 
 
 def plan_conversion(
@@ -100,8 +102,12 @@ def settings_from(settings: ConvertSettings | None, fields: dict[str, Any]) -> C
 
 def run_plan(plan: Plan, out: Path, *, overwrite: bool = False, trust_remote_code: bool = False) -> Path:
     """Execute ``plan``, as described at :func:`convert_checkpoint`."""
-    refuse_occupied(out, overwrite)
     refuse_overlap(plan.source.folder, out)
+    with claiming(out, overwrite=overwrite):
+        return _run_plan(plan, out, overwrite=overwrite, trust_remote_code=trust_remote_code)
+
+
+def _run_plan(plan: Plan, out: Path, *, overwrite: bool, trust_remote_code: bool) -> Path:
     if not plan.settings.looks_at_text:
         if plan.method.weak_without_text:
             warn(f"{plan.method_name} without calibration text can be worse than mean; add --calibration TEXT.")
@@ -164,7 +170,8 @@ def _execute(
     ):
         writer.create()
         entry = _fill_folder(plan, folder, writer, statistics=statistics, refinement=refinement)
-        write_record(folder, plan.source.folder, {**entry, "source_digest": source_digest()})
+        digest = source_digest()
+        write_record(folder, plan.source.folder, {**entry, "source_digest": digest}, {digest: plan.source.folder})
         write_card(folder)
     return out
 
@@ -224,8 +231,7 @@ def warn_about_source(plan: Plan) -> None:
         warn(f"{plan.source.folder}: {note}.")
     for note in plan.family.notes if plan.changes else ():
         warn(f"{note}.")
-    if plan.source.left_out:
-        info(f"Not copied (weights in another form, or training state): {', '.join(map(str, plan.source.left_out))}.")
+    announce(plan.source.folder, plan.source.left_out)
     plan.result.announce()
     if not plan.changes:
         copied = all(action.kind == "copy" for action in plan.actions.values())
@@ -240,8 +246,7 @@ def _entry(plan: Plan, statistics: Statistics | None, unused: list[str]) -> dict
         notes.append(f"tensors that the model class does not use: {', '.join(unused)}")
     return {
         "step": "convert",
-        "source": plan.source.spec,
-        "source_folder": str(plan.source.folder.resolve()),
+        **named_source(plan.source.folder),
         **plan.result.record(),
         "method": plan.method_name,
         "grouping": plan.grouping,

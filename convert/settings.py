@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator
 
 from ..console import parse_bytes
+from ..corpus import TEXT
 from ..errors import UsageError
+from ..local_paths import expanded
 from ..settings import RARE, Flags, NoEffect, Panel, Settings, Tokens
 from .methods.table import METHODS
 
@@ -31,6 +33,7 @@ class CalibrationSettings(Settings):
     calibration: Annotated[str | None, Panel("Calibration and refinement")] = Field(
         None, description="text for the method and for refinement; never the text that you evaluate on"
     )
+    text_column: str = Field(TEXT.text, description="column of its records that holds the text")
     calibration_tokens: Tokens = Field(131_072, description="tokens of that text to read")
     sequence_length: int = Field(
         512,
@@ -74,7 +77,7 @@ class ConvertSettings(CalibrationSettings):
     PANELS: ClassVar[tuple[str, ...]] = ("Conversion", "Calibration and refinement")
     NO_EFFECT: ClassVar[tuple[NoEffect, ...]] = (
         NoEffect(
-            ("calibration_tokens", "sequence_length"),
+            ("text_column", "calibration_tokens", "sequence_length"),
             lambda one: one.calibration is None,
             "there is no calibration text",
             "add --calibration",
@@ -118,6 +121,11 @@ class ConvertSettings(CalibrationSettings):
         if size is not None:
             parse_bytes(size, "shard")
         return size
+
+    @field_validator("statistics")
+    @classmethod
+    def _whole_path(cls, file: Path | None) -> Path | None:
+        return None if file is None else expanded(file)
 
     def model_post_init(self, context: Any, /) -> None:
         if self.refine and self.calibration is None:

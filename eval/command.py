@@ -9,7 +9,7 @@ import typer
 
 from .. import console
 from ..errors import HeadfoldError, UsageError
-from ..options import Out, Overwrite, Trust, share, with_settings
+from ..options import Out, Overwrite, Trust, path_option, paths_argument, share, with_settings
 from .settings import EvalSettings
 
 
@@ -52,9 +52,9 @@ def evaluate(
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="Files results.json, or the folders that hold them.")
+        list[Path], paths_argument(metavar="RESULTS...", help="Files results.json, or the folders that hold them.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the report; none: print it only.")] = None,
+    out: Annotated[Path | None, path_option("--out", "-o", help="Folder for the report; none: print it only.")] = None,
     fail_over: Annotated[
         str | None, typer.Option(help="Exit with 1 when the last model's perplexity is worse by more, such as 2%.")
     ] = None,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -13,9 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.publish import publishing, refuse_occupied, refuse_overlap
+from ..checkpoint.publish import claiming, publishing, refuse_overlap
 from ..console import info, process_count
 from ..corpus import HELDOUT, Corpus, open_corpus, refuse_idle_column
+from ..local_paths import command_line, expanded
 from .measurements import ModelMeasurements, ModelPair, model_result
 from .measures.intervals import LEVEL, RESAMPLES, SEED
 from .measures.retrieval import hide_passages
@@ -69,17 +68,30 @@ def compare(
         command: the command line to print in the report (default: the command line of this process).
 
     Returns:
-        the content of results.json.
+        the content of results.json, with whole paths where the file has only their last parts.
 
     Raises:
         UsageError: a wrong path or number, or tokenizers that differ.
         CheckpointError: a checkpoint that is damaged or lacks weights, or whose logits are not finite.
         DataError: no text to score.
     """
-    settings, out = settings or EvalSettings(), Path(out)
+    wanted, folder = settings or EvalSettings(), expanded(out)
+    with claiming(folder, overwrite=overwrite):
+        named = [str(other) for other in others]
+        return _compare(str(source), named, folder, wanted, overwrite, trust_remote_code, command or command_line())
+
+
+def _compare(
+    source: str,
+    others: Sequence[str],
+    out: Path,
+    settings: EvalSettings,
+    overwrite: bool,
+    trust_remote_code: bool,
+    command: str,
+) -> Comparison:
     # cheap refusals come first, since loading and scoring may take hours
-    refuse_occupied(out, overwrite)
-    models = open_models(str(source), [str(other) for other in others], trust_remote_code)
+    models = open_models(source, others, trust_remote_code)
     for model in models:
         refuse_overlap(model.folder, out)
     tasks = _task_settings(settings, models[0])
@@ -102,7 +114,7 @@ def compare(
     )  # fmt: skip
     _announce(corpus, text, protocol, models)
     measured, pairs = runner.run()
-    results = _results(measured, pairs, runner, corpus, settings, command or _command_line())
+    results = _results(measured, pairs, runner, corpus, settings, command)
     _publish(results, runner, out, overwrite)
     return results
 
@@ -153,7 +165,7 @@ class _Identity:
 
 
 def _source_cache(settings: EvalSettings, identity: dict[str, Any]) -> SourceCache | None:
-    return None if settings.source_cache is None else SourceCache(Path(settings.source_cache).expanduser(), identity)
+    return None if settings.source_cache is None else SourceCache(expanded(settings.source_cache), identity)
 
 
 def _announce(corpus: Corpus, text: TokenText, protocol: EvalProtocol, models: Sequence[ComparedModel]) -> None:
@@ -232,9 +244,5 @@ def _protocol_of(
 def _target_protocol(protocol: EvalProtocol, settings: EvalSettings) -> TargetProtocol | None:
     if protocol.targets is None:
         return None
-    columns = {"source_column": settings.source_column, "target_column": settings.target_column}
+    columns = {"source_column": settings.text_column, "target_column": settings.target_column}
     return TargetProtocol(**protocol.targets.describe(), **(columns if protocol.targets.from_column else {}))
-
-
-def _command_line() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

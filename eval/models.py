@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from ..checkpoint.load import is_seq2seq, load_config, load_language_model, load
 from ..checkpoint.record import METRICS_NAME, last_entry
 from ..checkpoint.source import Checkpoint
 from ..console import warn
-from ..errors import CheckpointError, DataError, UsageError
+from ..corpus import refuse_unknown_ids
+from ..errors import CheckpointError, UsageError
+from ..local_paths import expanded
 from .results import CONVERTED, OTHER, SOURCE, UPTRAINED, Role
 from .scoring.windows import TokenText
 
@@ -93,14 +96,21 @@ def _read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def _short_names(folders: Sequence[Path], specs: Sequence[str]) -> list[str]:
-    """Name each model by its folder, or by the path as given where two folders have one name."""
+    """Name each model by its folder, or by more of its path where two folders have one name."""
     if len(set(specs)) < len(specs):
         raise UsageError("A checkpoint is named twice.", "Name the source once, then each model to compare with it.")
     short = [
-        spec.rstrip("/") if not Path(spec).expanduser().is_dir() else folder.name
+        spec.rstrip("/") if not expanded(spec).is_dir() else folder.name
         for spec, folder in zip(specs, folders, strict=True)
     ]
-    return short if len(set(short)) == len(short) else [spec.rstrip("/") for spec in specs]
+    return short if len(set(short)) == len(short) else _without_common_folder(specs)
+
+
+def _without_common_folder(specs: Sequence[str]) -> list[str]:
+    """Shorten paths to the parts in which they differ: reports are passed on, and must not name a user."""
+    places = {spec: expanded(spec).absolute() for spec in specs if expanded(spec).is_dir()}
+    common = os.path.commonpath([place.parent for place in places.values()])
+    return [os.path.relpath(places[spec], common) if spec in places else spec for spec in specs]
 
 
 def _role(folder: Path) -> Role:
@@ -135,12 +145,7 @@ def tokenize_for_all(models: Sequence[ComparedModel], tokenize: Callable[[Any], 
             )
     highest = max(document.highest for document in text.documents)
     for model in models:
-        # on a GPU such an id would end the process with an unreadable message
-        if highest >= model.vocab:
-            raise DataError(
-                f"The text holds token id {highest}, but {model.name} has {model.vocab} embeddings.",
-                "Its tokenizer does not belong to it; take both from one place.",
-            )
+        refuse_unknown_ids(highest, model.vocab, model.name)
     if text.skipped:
         warn(f"{text.skipped} documents are empty or shorter than two tokens and were skipped.")
     return text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import console
-from ..options import DryRun, Source, with_settings
+from ..options import DryRun, Source, path_option, with_settings
 from .settings import SweepSettings
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def sweep(
     settings: SweepSettings,
     checkpoint: Source,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table, the plot and the page.")],
+    out: Annotated[Path, path_option("--out", "-o", help="Folder for the table, the plot and the page.")],
 ) -> None:
     """Convert in many ways and plot perplexity against KV-cache size, before any uptraining, to choose G.
 
@@ -41,7 +41,7 @@ def run(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default."),
+        path_option("--out", "-o", help="Folder for the checkpoints and the report; runs/NAME by default."),
     ] = None,
     launch: Annotated[
         str | None,

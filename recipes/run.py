@@ -9,13 +9,16 @@ from typing import Any
 
 from ..checkpoint.record import last_entry
 from ..console import info
+from ..convert.plan import Plan
 from ..convert.run import plan_conversion, run_plan
-from ..corpus import HELDOUT, TEXT, TRAIN, is_local, open_corpus
+from ..corpus import HELDOUT, TRAIN, Columns, is_local, open_corpus
 from ..errors import UsageError
 from ..eval.compare import compare
 from ..eval.report.write import print_report
 from ..eval.results import read_results
+from ..local_paths import expanded
 from ..options import as_options
+from ..output_lock import only_run
 from ..uptrain.data.mixture import name_of
 from ..uptrain.estimate.budget import plan_budget
 from ..uptrain.estimate.pretraining import resolve_pretraining
@@ -41,12 +44,17 @@ def run_recipe(recipe: Recipe, folder: str | Path, launch_config: Path | None = 
     Raises:
         UsageError: ``folder`` holds the steps of another recipe.
     """
-    folder = Path(folder)
+    folder = expanded(folder)
     plan = plan_conversion(recipe.checkpoint, recipe.convert)  # refuses the impossible before the folder is claimed
     plan_budget(resolve_pretraining(recipe.uptrain, recipe.checkpoint, plan.source))
     # text of the later steps is checked now and not after hours of training
     refuse_absent_text(recipe)
-    _claim(recipe, folder)
+    with only_run(folder):
+        _claim(recipe, folder)
+        return _run_steps(recipe, plan, folder, launch_config)
+
+
+def _run_steps(recipe: Recipe, plan: Plan, folder: Path, launch_config: Path | None) -> Path:
     converted, uptrained, report = folder / "converted", folder / "uptrained", folder / "report"
     if not _done("convert", converted, "Conversion"):
         info(f"Converting {recipe.checkpoint} to {plan.groups} groups by {plan.method_name}.")
@@ -77,7 +85,10 @@ def refuse_absent_text(recipe: Recipe) -> None:
         UsageError, DataError: see :func:`headfold.corpus.open_corpus`.
     """
     uptrain = recipe.uptrain
-    texts = [(recipe.convert.calibration, TRAIN, TEXT), (recipe.eval.data, HELDOUT, recipe.eval.columns)]
+    texts = [
+        (recipe.convert.calibration, TRAIN, Columns(recipe.convert.text_column)),
+        (recipe.eval.data, HELDOUT, recipe.eval.columns),
+    ]
     texts += [(uptrain.eval_data, HELDOUT, uptrain.columns)]
     texts += [(name_of(spec), TRAIN, uptrain.columns) for spec in uptrain.corpora]
     for spec, split, columns in texts:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from ..convert.settings import ConvertSettings
 from ..errors import UsageError
 from ..eval.settings import EvalSettings
+from ..local_paths import expanded
 from ..settings import Settings
 from ..uptrain.settings import UptrainSettings
 
@@ -48,7 +49,7 @@ def load_recipe(path: str | Path) -> Recipe:
     Raises:
         UsageError: the file is missing or not YAML, a key is unknown, or a value does not fit.
     """
-    file = _find(Path(path))
+    file = _find(expanded(path))
     try:
         # safe_load, since a recipe may come from a stranger and must not run code
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ class SweepSettings(CalibrationSettings):
             f"add {REFINED} to a method",
         ),
         NoEffect(
-            tuple(CalibrationSettings.model_fields),
+            tuple(name for name in CalibrationSettings.model_fields if name != "text_column"),
             lambda one: not one.reads_text,
             "none of the methods reads text",
             "add a method that does",

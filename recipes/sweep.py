@@ -20,7 +20,7 @@ from ..convert.family.model_type import ModelType
 from ..convert.methods.table import METHODS
 from ..convert.run import convert_checkpoint, plan_conversion
 from ..convert.settings import CalibrationSettings, ConvertSettings
-from ..corpus import HELDOUT, Corpus, open_corpus
+from ..corpus import HELDOUT, TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ..errors import UnsupportedError, UsageError
 from ..eval.measures.intervals import ratio_estimate
 from ..eval.measures.kv_cache import measure_cache
@@ -29,6 +29,8 @@ from ..eval.scoring.limits import position_limit
 from ..eval.scoring.perplexity import score
 from ..eval.scoring.targets import TargetSettings, target_text
 from ..eval.scoring.windows import ScoredDocument, tokenize_text
+from ..local_paths import expanded
+from ..output_lock import only_run
 from .settings import REFINED, SweepSettings
 
 SOURCE = "source"
@@ -45,12 +47,22 @@ def sweep(checkpoint: str | Path, out: str | Path, settings: SweepSettings) -> P
     Raises:
         UsageError: a method is unknown, a number of groups does not divide the KV heads, or a text is missing.
     """
-    checkpoint, out = str(checkpoint), Path(out)
+    folder = expanded(out)
+    with only_run(folder):
+        return _sweep(str(checkpoint), folder, settings)
+
+
+def _sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     source = Checkpoint.open(checkpoint)
     # refuse what is impossible before anything is measured
     plans = [plan_conversion(source, groups=groups) for groups in settings.groups]
     # held-out by default, because calibration reads the training split
-    corpus = open_corpus(settings.data, HELDOUT)
+    columns = Columns(settings.text_column)
+    corpus = open_corpus(settings.data, HELDOUT, columns)
+    read = corpus if settings.calibration is None else open_corpus(settings.calibration, TRAIN, columns)
+    refuse_idle_column([corpus, read], columns)
+    if read.plain:  # the column is that of the other text
+        settings = settings.model_copy(update={"text_column": TEXT.text})
     tokenizer = load_tokenizer(source.folder)
     longest = position_limit(ModelType(source.config).resolved, tokenizer)
     if longest is not None and settings.window > longest:

@@ -173,15 +173,18 @@ def _refuse_text(
     Raises:
         UsageError: a file does not exist, or settings do not fit the model.
         UnsupportedError: the tokenizer has no sentinels for span corruption.
+        DataError: the first part of a text cannot be used.
     """
     refuse_unfit_settings(settings, model, encoder_decoder)
-    if all(is_local(name_of(spec)) for spec in settings.corpora):
-        open_mixture(settings.corpora, settings.columns)
+    local = all(is_local(name_of(spec)) for spec in settings.corpora)
+    mixture = open_mixture(settings.corpora, settings.columns) if local else []
     if settings.eval_data is not None and is_local(settings.eval_data):
         open_corpus(settings.eval_data, HELDOUT, settings.columns)
     if any(source.folder.glob("tokenizer*")):  # a config alone is enough for the rest of a dry run
         tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
-        choose_objective(settings, tokenizer, model, encoder_decoder)
+        objective = choose_objective(settings, tokenizer, model, encoder_decoder)
+        for part in mixture:  # the first chunk of each text: broken lines, unknown tokens, too little text
+            next(objective.stream(part.corpus, None))
 
 
 def _device_and_precision(settings: UptrainSettings, layout: Layout, here: bool) -> tuple[bool, bool]:

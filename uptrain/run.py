@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.publish import refuse_occupied
+from ..checkpoint.publish import claiming
+from ..checkpoint.record import named_source
+from ..local_paths import expanded
 from .data.mixture import describe_mixture
 from .models.export import whole_weights, write_trained
 from .processes.signals import stop_on_signal
@@ -47,11 +49,15 @@ def uptrain_checkpoint(
         TrainingError: the loss is not finite, or it spiked.
         Interrupted: a signal came.
     """
-    out = Path(out)
+    out = expanded(out)
     # before anything is loaded
-    refuse_occupied(out, overwrite)
-    opened = open_run(checkpoint, out, settings, from_scratch=from_scratch, trust_remote_code=trust_remote_code)
-    run = prepare_run(opened, resume)
+    with claiming(out, overwrite=overwrite):
+        opened = open_run(checkpoint, out, settings, from_scratch=from_scratch, trust_remote_code=trust_remote_code)
+        _train(prepare_run(opened, resume), out, overwrite)
+    return out
+
+
+def _train(run: TrainingRun, out: Path, overwrite: bool) -> None:
     try:
         with stop_on_signal() as stop:
             run.train(stop)
@@ -60,7 +66,6 @@ def uptrain_checkpoint(
         for tracker in run.accelerator.trackers:
             tracker.finish()
     _publish(run, out, overwrite)
-    return out
 
 
 def _publish(run: TrainingRun, out: Path, overwrite: bool) -> None:
@@ -90,7 +95,7 @@ def _record_entry(run: TrainingRun) -> dict[str, Any]:
     texts, epochs = describe_mixture(opened.corpora), run.mixture.epochs()
     return {
         "step": "pretrain" if opened.from_scratch else "uptrain",
-        "source": None if opened.from_scratch else str(opened.source.folder.resolve()),
+        **({"source": None} if opened.from_scratch else named_source(opened.source.folder)),
         "settings": opened.settings.model_dump(mode="json"),
         "tokens": run.budget.tokens,
         "tokens_read": run.mixture.read,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 
+from ..local_paths import expanded
 from ..settings import RARE, Flags, NoEffect, OffSwitch, Panel, RecordSettings, Tokens
 
 Resume = Literal["auto", "always", "never"]
@@ -161,6 +162,12 @@ class UptrainSettings(RecordSettings):
         ),
         *RecordSettings.NO_EFFECT,
     )
+
+    @field_validator("teacher")
+    @classmethod
+    def _whole_path(cls, teacher: str | None) -> str | None:
+        # transformers does not know the sign for the home folder
+        return str(expanded(teacher)) if teacher is not None and teacher.startswith("~") else teacher
 
     @property
     def corpora(self) -> tuple[str, ...]:

@@ -25,7 +25,12 @@ quiet_about_tied_weights()
 _MARKER = "complete.json"
 _PREFIX = "step-"
 _SAVE = re.compile(_PREFIX + "([0-9]+)")  # this leaves out a save that is being written, and a user's copy of one
-_RENAMED = {"block": "sequence_length", "clip": "max_grad_norm", "keep": "save_total_limit"}
+_RENAMED = {
+    "block": "sequence_length",
+    "clip": "max_grad_norm",
+    "keep": "save_total_limit",
+    "source_column": "text_column",
+}
 """Settings by their names in saves of version 0.1.0 and before → their names now."""
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from ... import console
 from ...checkpoint.load import load_tokenizer
 from ...checkpoint.source import Checkpoint
-from ...corpus import TRAIN, Corpus, Encoder, open_corpus
+from ...corpus import TRAIN, Columns, Corpus, Encoder, open_corpus, refuse_idle_column
 from ...errors import DataError
+from ..family.model_type import ModelType
 from ..settings import ConvertSettings
 
 IDS = "ids_sha256"
@@ -39,24 +40,33 @@ def read_text(source: Checkpoint, settings: ConvertSettings, *, trust_remote_cod
     """Read the calibration text in the source's own tokens; None where no text is named."""
     if settings.calibration is None:
         return None
-    corpus = open_corpus(settings.calibration, TRAIN)
+    columns = Columns(settings.text_column)
+    corpus = open_corpus(settings.calibration, TRAIN, columns)
+    refuse_idle_column([corpus], columns)
     tokenizer = load_tokenizer(source.folder, trust_remote_code=trust_remote_code)
     tokens, length = settings.calibration_tokens, settings.sequence_length
-    return CalibrationText(corpus, token_blocks(corpus, tokenizer, tokens=tokens, sequence_length=length))
+    rows = int(ModelType(source.config).resolved.get_text_config().vocab_size)
+    blocks = token_blocks(corpus, tokenizer, tokens=tokens, sequence_length=length, embeddings=rows)
+    return CalibrationText(corpus, blocks)
 
 
-def token_blocks(corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length: int) -> Tensor:
+def token_blocks(
+    corpus: Corpus, tokenizer: Any, *, tokens: int, sequence_length: int, embeddings: int | None = None
+) -> Tensor:
     """Pack the first ``tokens`` tokens of a corpus: documents follow each other with the tokenizer's separator.
+
+    Args:
+        embeddings: rows of the model's embedding; None: any token is taken.
 
     Returns:
         (B, T) token ids with T = ``sequence_length``; a rest that does not fill a sequence is dropped.
 
     Raises:
-        DataError: the corpus gives fewer tokens than one sequence.
+        DataError: the corpus gives fewer tokens than one sequence, or one that the model has no embedding for.
     """
     wanted = max(tokens // sequence_length, 1) * sequence_length
     # No padding: every token counts once in the statistics, and refinement knows no masks.
-    encode, ids = Encoder(tokenizer), list[int]()
+    encode, ids = Encoder(tokenizer, embeddings), list[int]()
     for document in corpus:
         if len(ids) >= wanted:
             break

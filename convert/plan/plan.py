@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from ...checkpoint.folder.weights import safetensors_name
 from ...checkpoint.source import Checkpoint
-from ...checkpoint.weights import safetensors_name
 from ...checkpoint.write import OutFile, OutTensor, resharded
 from ...console import human_bytes, parse_bytes
 from ..family.attention_layer import AttentionLayer

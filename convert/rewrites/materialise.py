@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.folder.weights import safetensors_name
 from ...checkpoint.load import load_tokenizer
 from ...checkpoint.modelling import write_code
 from ...checkpoint.publish import remove_siblings
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
-from ...checkpoint.weights import safetensors_name
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter, copy_side_files, require_space
 from ...console import info, progress, warn
 from ...errors import CheckpointError

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...console import talk, warn
 from ...errors import DataError, UsageError, reason
+from ...local_paths import expanded
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def find_tasks(settings: TaskSettings) -> tuple[Any, list[str]]:
 
 def _is_local(name: str) -> bool:
     if name.startswith((".", "/", "~")) or name.endswith((".yaml", ".yml")):
-        if not Path(name).expanduser().exists():
+        if not expanded(name).exists():
             raise UsageError(f"There is no task file or folder {name}.", "Check the path given to --tasks.")
         return True
     return False
 
 
 def _folder(name: str) -> Path:
-    path = Path(name).expanduser().resolve()
+    path = expanded(name).resolve()
     return path if path.is_dir() else path.parent
 
 
@@ -91,7 +92,7 @@ def _names_in(given: str) -> list[str]:
     """Read the names of the tasks that a YAML file, or the YAML files of a folder, define."""
     import yaml
 
-    path = Path(given).expanduser()
+    path = expanded(given)
     files = sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")]) if path.is_dir() else [path]
     names = []
     for file in files:

@@ -64,13 +64,14 @@ def _refuse_unlike(first: Comparison, second: Comparison, first_path: Path, seco
 
 
 def _tell_apart(models: Sequence[ModelResult]) -> list[ModelResult]:
-    """Replace names that are not unique by paths."""
+    """Replace names that are not unique by paths, or add a part of the digest where the paths are alike, too."""
     # two comparisons may each have a model in a folder of this name
-    names = [model.name for model in models]
-    return [
-        model.model_copy(update={"name": model.path.rstrip("/")}) if names.count(model.name) > 1 else model
-        for model in models
-    ]
+    names, paths = [model.name for model in models], [model.path.rstrip("/") for model in models]
+    told = []
+    for model, path in zip(models, paths, strict=True):
+        other = path if paths.count(path) == 1 else f"{model.name} ({model.digest[:8]})"
+        told.append(model.model_copy(update={"name": other}) if names.count(model.name) > 1 else model)
+    return told
 
 
 def _with_recovery(earlier: Sequence[ModelResult], model: ModelResult) -> ModelResult:

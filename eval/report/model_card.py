@@ -7,6 +7,8 @@ from pathlib import Path
 from ...checkpoint.card import write_card
 from ...checkpoint.record import read_record
 from ...console import info, warn
+from ...local_paths import expanded, last_part
+from ...output_lock import only_run
 from ..results import Comparison
 from .table import table_rows
 
@@ -19,12 +21,13 @@ def write_cards(results: Comparison) -> list[Path]:
     """
     written = []
     for place, model in enumerate(results.others, start=1):
-        folder = Path(model.path).expanduser()
+        folder = expanded(model.path)
         # a README that somebody else wrote must not be changed
         if not folder.is_dir() or not read_record(folder)["history"]:
             warn(f"{model.name} was not made by headfold, so its card is left alone.")
             continue
-        write_card(folder, _rows(results, place))
+        with only_run(folder):
+            write_card(folder, _rows(results, place))
         info(f"The card of {model.name} now holds this evaluation.")
         written.append(folder)
     return written
@@ -33,7 +36,7 @@ def write_cards(results: Comparison) -> list[Path]:
 def _rows(results: Comparison, place: int) -> list[list[str]]:
     """List the header, and the measures of the source and one model."""
     made = results.protocol
-    text = f"{made.tokens:,} tokens of {made.corpus}, window {made.window}"
+    text = f"{made.tokens:,} tokens of {last_part(made.corpus)}, window {made.window}"
     rows = [[text, results.source.name, results.models[place].name]]
     for row in table_rows(results):
         rows.append([f"{row.label} ({row.note})", row.cells[0].line, row.cells[place].line])

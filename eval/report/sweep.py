@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...local_paths import public
 from ...working_folder import changes, describe, read_json, write_json
 from ..results import SweepResults
 from ..results import SweepRow as SweepRow
@@ -67,7 +68,8 @@ def write_tradeoff(rows: Sequence[SweepRow], folder: Path, details: dict[str, An
     # the JSON first: a sweep continues from it, even if drawing fails
     content = SweepResults(details=details, rows=list(rows))
     write_json(folder / RESULTS_NAME, content.model_dump(mode="json"), indent=1)
-    page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=details, plot=tradeoff_plot(rows))
+    shown = public(details)  # the page is passed on, and the JSON is what a sweep continues from
+    page = render("sweep.html", columns=COLUMNS, rows=table_rows(rows), details=shown, plot=tradeoff_plot(rows))
     (folder / PAGE_NAME).write_text(page, encoding="utf-8")
     (folder / PICTURE_NAME).write_bytes(png_of(_tradeoff_figure(rows)))
 

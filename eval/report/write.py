@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ...checkpoint.publish import publishing
 from ...console import data, table
+from ...local_paths import expanded, last_part, public, public_command
 from ..results import RESULTS_NAME, Comparison
 from .format import change, number, probability
 from .page import render
@@ -18,15 +20,29 @@ MARKDOWN_NAME, HTML_NAME = "report.md", "report.html"
 
 
 def write_report(results: Comparison, folder: Path) -> None:
-    """Write ``results.json``, ``report.md`` and ``report.html`` into an existing folder."""
+    """Write ``results.json``, ``report.md`` and ``report.html`` into an existing folder, without absolute paths."""
+    results = published(results)
     (folder / RESULTS_NAME).write_text(results.to_json() + "\n", encoding="utf-8")
     (folder / MARKDOWN_NAME).write_text(markdown(results), encoding="utf-8")
     (folder / HTML_NAME).write_text(html(results), encoding="utf-8")
 
 
+def published(results: Comparison) -> Comparison:
+    """Shorten the paths of this machine: reports are passed on."""
+    shortened: dict[str, Any] = {
+        "command": public_command(results.command),
+        "settings": public(results.settings),
+        "protocol": results.protocol.model_copy(update={"corpus": last_part(results.protocol.corpus)}),
+        "models": [model.model_copy(update={"path": last_part(model.path)}) for model in results.models],
+    }
+    if results.sweep is not None:
+        shortened["sweep"] = results.sweep.model_copy(update={"details": public(results.sweep.details)})
+    return results.model_copy(update=shortened)
+
+
 def rebuild_report(results: Comparison, out: Path, *, overwrite: bool = False) -> None:
     """Write the report of results that :func:`.merge.read_and_merge` read to the folder ``out``."""
-    with publishing(out, overwrite=overwrite) as folder:
+    with publishing(expanded(out), overwrite=overwrite) as folder:
         write_report(results, folder)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...checkpoint.backbone import Backbone, trial_inputs
-from ...errors import DataError
+from ...corpus import refuse_unknown_ids
 from .batches import AnyBatch
 
 _ROUNDING = 2**-6
@@ -67,11 +67,7 @@ class SlicedLogits:
 
     def states(self, batch: AnyBatch) -> Tensor:
         """Run the model up to its head: hidden states (N, C), or logits (N, V) of a model that is run whole."""
-        if batch.highest >= self._embeddings:
-            raise DataError(
-                f"The text holds token id {batch.highest}, but the model has {self._embeddings} embeddings.",
-                "The tokenizer does not belong to this model; use the tokenizer that it was trained with.",
-            )
+        refuse_unknown_ids(batch.highest, self._embeddings)
         inputs = {name: found.to(self._device) for name, found in batch.inputs(self._model).items()}
         if self._backbone is None:
             states: Tensor = self._model(**inputs, use_cache=False).logits

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from headfold import cli
-from headfold.checkpoint.hub import push, require_login
+from headfold.checkpoint.folder.hub import push, require_login
 from headfold.errors import HeadfoldError, UsageError
 from huggingface_hub import HfApi, constants
 from tiny import tiny_model

@@ -174,7 +174,7 @@ def test_a_gguf_file_in_place_of_a_folder_says_how_to_get_a_checkpoint(tmp_path:
 def test_shards_without_their_index_are_named_although_an_export_lies_beside_them(tmp_path: Path) -> None:
     for name in ("config.json", "model-00001-of-00002.safetensors", "model.onnx"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         Checkpoint.open(tmp_path)
 
 

@@ -47,7 +47,7 @@ def test_the_demo_uptrains_on_a_share_of_what_the_bundled_model_really_saw():
     [
         ({"covnert": {}}, "unknown key covnert; did you mean 'convert'"),
         ({"uptrain": {"learning_rat": 1}}, "unknown key uptrain.learning_rat; did you mean 'learning_rate'"),
-        ({"eval": {"xyzzy": 1}}, "unknown key eval.xyzzy; known keys: source_column, target_column"),
+        ({"eval": {"xyzzy": 1}}, "unknown key eval.xyzzy; known keys: text_column, target_column"),
         ({"convert": {"groups": -1}}, "convert.groups: Input should be greater than 0"),
         ({"convert": {}}, "convert.groups is missing"),
         # a misspelt key is missing as well, and the spelling is the news

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...corpus import TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
 from ...errors import UsageError
+from ...local_paths import expanded
 from .batches import TrainingBatch
 from .objective import TrainingObjective
 from .packed import Position
@@ -35,7 +35,7 @@ def open_mixture(specs: Sequence[str], columns: Columns = TEXT) -> list[Weighted
         UsageError: no name, a weight of zero, the same corpus twice, or a corpus that :func:`open_corpus` refuses.
     """
     if not specs:
-        raise UsageError("There is no corpus to train on.", "Try --data stdlib, or the path of a text file.")
+        raise UsageError("There is no corpus to train on.", "Name stdlib, or the path of a text file.")
     parts = []
     for spec in specs:
         name, weight = _name_and_weight(spec)
@@ -56,7 +56,7 @@ def name_of(spec: str) -> str:
 
 def _name_and_weight(spec: str) -> tuple[str, float]:
     # a file whose own name has a "=" in it is not split
-    found = None if Path(spec).exists() else _WEIGHTED.fullmatch(spec)
+    found = None if expanded(spec).exists() else _WEIGHTED.fullmatch(spec)
     return (found["name"], float(found["weight"])) if found else (spec, 1.0)
 
 

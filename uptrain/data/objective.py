@@ -95,7 +95,11 @@ class Spans(_PairBatches):
 
     def __init__(self, corrupt: SpanCorruption, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
-        self._corrupt, self._encode, self._seed = corrupt, partial(plain_ids, tokenizer), seed
+        self._corrupt, self._encode, self._seed = (
+            corrupt,
+            partial(plain_ids, tokenizer, embeddings=_embeddings(model)),
+            seed,
+        )
         self._tokens = corrupt.tokens_for(sequence_length)
 
     def stream(self, corpus: Corpus, position: Position | None) -> _SpanStream:
@@ -123,7 +127,7 @@ class Pairs(_PairBatches):
 
     def __init__(self, tokenizer: Any, model: Any, *, sequence_length: int, seed: int) -> None:
         super().__init__(model)
-        self._encode, self._seed = PairEncoder(tokenizer, sequence_length), seed
+        self._encode, self._seed = PairEncoder(tokenizer, sequence_length, _embeddings(model)), seed
 
     def stream(self, corpus: Corpus, position: Position | None) -> PairStream:
         return PairStream(corpus, self._encode, seed=self._seed, position=position)
@@ -138,11 +142,17 @@ def choose_objective(settings: UptrainSettings, tokenizer: Any, model: Any, enco
     refuse_unfit_settings(settings, model, encoder_decoder)
     length, seed = settings.sequence_length, settings.seed
     if not encoder_decoder:
-        return NextToken(Encoder(tokenizer), sequence_length=length, seed=seed, isolate=settings.isolate_documents)
+        encode = Encoder(tokenizer, _embeddings(model))
+        return NextToken(encode, sequence_length=length, seed=seed, isolate=settings.isolate_documents)
     if settings.target_column is not None:
         return Pairs(tokenizer, model, sequence_length=length, seed=seed)
     corrupt = SpanCorruption.of(tokenizer, settings.noise_density, settings.mean_span)
     return Spans(corrupt, tokenizer, model, sequence_length=length, seed=seed)
+
+
+def _embeddings(model: Any) -> int:
+    """Count the rows of the model's embedding, padding included."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def refuse_unfit_settings(settings: UptrainSettings, model: Any, encoder_decoder: bool) -> None:

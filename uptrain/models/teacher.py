@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...checkpoint.digest import is_comparable
 from ...checkpoint.load import load_language_model, load_tokenizer
-from ...checkpoint.record import last_entry
+from ...checkpoint.record import known_places, last_entry
 from ...checkpoint.source import Checkpoint
 from ...console import info, warn
 from ...errors import HeadfoldError, UsageError
@@ -34,7 +34,11 @@ def converted_from(checkpoint: Checkpoint) -> str | None:
             "unchanged. Name the teacher: --teacher CHECKPOINT."
         )
         return None
-    for place in (entry.get("source_folder"), entry.get("source")):
+    # the record is published, so it names no folder of this machine
+    places = known_places(checkpoint.folder)
+    name = str(entry.get("source") or "")
+    beside = checkpoint.folder.resolve().parent / name  # where both were moved together
+    for place in (places.get(str(entry.get("source_digest"))), name, beside if name else None):
         if place and Path(place).is_dir():
             try:
                 same = Checkpoint.open(place).digest() == entry.get("source_digest")
@@ -65,7 +69,7 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
                 f"{checkpoint.folder} has no conversion record that says what its source is.",
                 "Name the teacher: --teacher CHECKPOINT.",
             )
-        teacher = converted_from(checkpoint) or str(entry["source"])
+        teacher = converted_from(checkpoint) or _elsewhere(entry)
     resolved = settings.model_copy(update={"teacher": teacher})
     if teacher is None:
         # `auto` may come to no teacher only here, long after the command line was checked
@@ -74,6 +78,21 @@ def resolve_teacher(settings: UptrainSettings, checkpoint: Checkpoint) -> Uptrai
     else:
         info(f"Teacher: {teacher} (--no-teacher trains on the text alone).")
     return resolved
+
+
+def _elsewhere(entry: dict[str, Any]) -> str:
+    """Return the id of a source that is not at hand.
+
+    Raises:
+        UsageError: it has none.
+    """
+    # an earlier version wrote the path or the id that it was given
+    if entry.get("source_hub_id", entry["source"]) is None:
+        raise UsageError(
+            f"The source of the conversion, {entry['source']}, is not where it was.",
+            "Say where it is: --teacher CHECKPOINT.",
+        )
+    return str(entry["source"])
 
 
 _DEFAULTS = UptrainSettings()

@@ -18,6 +18,7 @@ import yaml
 
 from ...errors import Interrupted, UsageError
 from ...libraries.accelerate_internals import launcher_command, launcher_environment
+from ...local_paths import expanded
 
 _SHIPPED = Path(__file__).parents[2] / "recipes" / "accelerate"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -54,7 +55,7 @@ def find_launch(name: str) -> Path:
     Raises:
         UsageError: it does not exist, or is malformed.
     """
-    for file in (Path(name), _SHIPPED / f"{name}.yaml"):
+    for file in (expanded(name), _SHIPPED / f"{name}.yaml"):
         if file.is_file():
             read_layout(file)
             return file.resolve()

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ...checkpoint.backbone import is_encoder_decoder
+from ...checkpoint.folder.side_files import announce
 from ...checkpoint.load import load_tokenizer
 from ...checkpoint.publish import refuse_overlap
 from ...checkpoint.source import Checkpoint
@@ -77,6 +78,7 @@ def open_run(
     require_one_budget(settings)
     source = Checkpoint.open(checkpoint, weights=not from_scratch)
     refuse_overlap(source.folder, out)
+    announce(source.folder, source.left_out)
     settings = resolve_pretraining(settings, checkpoint, source)
     budget = plan_budget(settings)
     accelerator = _open_devices(settings, source, out)

@@ -51,7 +51,7 @@ def test_the_record_names_the_calibration_text_and_the_fits(plan, text_file, tmp
     entry = last_entry(out, "convert")
     assert entry is not None
     assert entry["method"] == "folded"
-    assert entry["statistics"]["corpus"] == str(text_file)
+    assert entry["statistics"]["corpus"] == text_file.name
     assert entry["statistics"]["tokens"] == "2048"
     assert entry["refinement"]["settings"]["steps"] == 3
     assert [layer["layer"] for layer in entry["refinement"]["layers"]] == [0, 1]

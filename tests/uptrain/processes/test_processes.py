@@ -126,14 +126,16 @@ def test_a_teacher_gives_the_same_losses_with_shared_weights(name, two, one, tin
 
 
 @pytest.mark.parametrize("name", ["ddp-pairs", "fsdp-pairs", "fsdp-converted"])
-def test_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, tiny_t5, few_t5, tmp_path):
+def test_an_encoder_decoder_learns_the_same_pairs_on_two_processes(name, two, tiny_t5, few_t5, pairs_file, tmp_path):
     """Normalised by the target tokens of both processes; held-out pairs are shared out, too."""
     from headfold.uptrain.settings import UptrainSettings
 
     entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
     assert (entry["processes"], entry["distributed"]) == (2, "FSDP2" if "fsdp" in name else "MULTI_CPU")
     start = few_t5 if name == "fsdp-converted" else tiny_t5
-    alone = uptrain_checkpoint(start, tmp_path / "one", UptrainSettings.restored(entry["settings"]))
+    # the record is published, so it names files without their folders
+    here = {"data": str(pairs_file), "eval_data": str(pairs_file), "teacher": str(tiny_t5)}
+    alone = uptrain_checkpoint(start, tmp_path / "one", UptrainSettings.restored({**entry["settings"], **here}))
     assert curve(two / name) == pytest.approx(curve(alone), rel=TOLERANCE)
     points = [[line["perplexity"] for line in metrics(folder, "eval")] for folder in (two / name, alone)]
     assert points[0] == pytest.approx(points[1], rel=1e-4)
@@ -171,7 +173,8 @@ def test_one_process_continues_a_run_of_two(two, one, tiny_checkpoint, text_file
 
     reference = one()
     values = json.loads((reference / "headfold.json").read_text())["history"][-1]["settings"]
-    out = uptrain_checkpoint(tiny_checkpoint, two / "handed-over", UptrainSettings.restored(values))
+    here = {"data": str(text_file), "eval_data": str(text_file)}
+    out = uptrain_checkpoint(tiny_checkpoint, two / "handed-over", UptrainSettings.restored({**values, **here}))
     assert curve(out) == pytest.approx(curve(reference), rel=TOLERANCE)
     rates = [[line["learning_rate"] for line in metrics(folder, "train")] for folder in (out, reference)]
     assert rates[0] == rates[1]

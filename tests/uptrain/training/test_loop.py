@@ -36,9 +36,9 @@ def test_side_files_and_config_keep_their_bytes(finished, tiny_checkpoint):
 def test_the_record_describes_the_run(finished, tiny_checkpoint, text_file):
     entry = json.loads((finished / "headfold.json").read_text())["history"][-1]
     assert entry["step"] == "uptrain"
-    assert entry["source"] == str(tiny_checkpoint)
+    assert entry["source"] == tiny_checkpoint.name
     assert (entry["steps"], entry["tokens"]) == (12, 12 * 4 * 16)
-    assert entry["data"]["corpus"] == str(text_file)
+    assert entry["data"]["corpus"] == text_file.name
     assert entry["settings"]["seed"] == 3
     assert entry["versions"]["torch"] == torch.__version__
     assert entry["heldout"]["perplexity"] == metrics(finished, "eval")[-1]["perplexity"]

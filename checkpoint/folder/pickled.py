@@ -13,8 +13,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, UnsupportedError
-from .header import Header, TensorInfo, dtype_name
+from ...errors import CheckpointError, UnsupportedError
+from ..git_lfs import is_pointer, pointer_error
+from ..header import Header, TensorInfo, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +44,9 @@ def _load(file: Path) -> Any:
     import torch
 
     try:
-        with file.open("rb") as stream:
-            # torch would call the pointer a damaged pickle, which hides what to do.
-            if stream.read(8) == b"version ":
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself.", "Run `git lfs pull` there.")
+        # torch would call the pointer a damaged pickle, which hides what to do.
+        if is_pointer(file):
+            raise pointer_error(file.parent, [Path(file.name)])
         if zipfile.is_zipfile(file):
             _refuse_other_archive(file)
         return torch.load(file, map_location="meta", weights_only=True)
@@ -98,7 +98,7 @@ def _refuse_other_archive(file: Path) -> None:
 def _tensor(file: Path, name: object, entry: object, size: int) -> TensorInfo:
     import torch
 
-    from ..libraries.torch_internals import offset_in_file
+    from ...libraries.torch_internals import offset_in_file
 
     if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
         raise _no_state_dict(file, f"{name!r}, a {type(entry).__name__},")

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 
-from ..errors import HeadfoldError, UsageError, reason
+from ...console import warn
+from ...errors import HeadfoldError, UsageError, reason
+from ...local_paths import expanded
+from .modules import module_paths
 
-FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot")
+FOREIGN_WEIGHTS = (
+    *("*.bin", "*.pt", "*.pth", "*.pt2", "*.pte", "*.ckpt", "*.ckpt.*", "*.h5", "*.keras", "*.msgpack", "*.npz"),
+    *("*.gguf", "*.ggml", "*.llamafile", "*.onnx", "*.onnx_data*", "*.onnx.data*", "*.ot", "*.pb", "*.tflite"),
+    *("*.data-[0-9]*-of-[0-9]*", "*.pdparams", "*.pdopt", "*.nemo", "*.mlmodel", "*.trt", "openvino_*.xml"),
+)
 """Weights in other formats and training state. They are not copied: they would carry the source's heads along."""
 _PICKLED = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")  # only where a repository has nothing better
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -23,7 +31,7 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     Raises:
         UsageError: there is no such folder, and no such repository can be reached.
     """
-    folder = Path(spec).expanduser()
+    folder = expanded(spec)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -36,6 +44,9 @@ def find_folder(spec: str | Path, revision: str | None = None, *, weights: bool 
     # Many repositories have the same weights twice, so pickled ones are downloaded only if there are no others.
     if weights and not any(folder.glob("*.safetensors")):
         folder = _download(name, revision, only=_PICKLED)
+    modules = module_paths(folder) if weights else []
+    if modules:  # some keep their weights in a pickled file
+        folder = _download(name, revision, only=[f"{escape(path)}/*" for path in modules])
     return folder
 
 
@@ -87,6 +98,15 @@ def require_login(repo_id: str) -> None:
         ) from problem
 
 
+def _warn_about_paths(folder: Path) -> None:
+    """Name the files that hold paths of this user, such as a config.json of the user's own making."""
+    home = f"{Path.home()}/".encode()
+    texts = [file for ending in ("*.json", "*.md", "*.txt", "*.jsonl") for file in sorted(folder.rglob(ending))]
+    found = [file.relative_to(folder) for file in texts if ".cache" not in file.parts and home in file.read_bytes()]
+    if found and home != b"/":
+        warn(f"These files name folders of yours, and go to the hub as they are: {', '.join(map(str, found))}.")
+
+
 def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
     """Upload ``folder`` to ``repo_id``, which is created if it is missing.
 
@@ -98,6 +118,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
     """
     from huggingface_hub import HfApi
 
+    _warn_about_paths(folder)
     api = HfApi()
     try:
         # None, not False: an organisation may make its repositories private by default

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from ..errors import CheckpointError, UnsupportedError
-from .header import Header, read_header
+from ...errors import CheckpointError, UnsupportedError
+from ..git_lfs import is_pointer, pointer_error
+from ..header import Header, read_header
 from .hub import FOREIGN_WEIGHTS
 from .pickled import read_pickle
 
@@ -161,6 +162,8 @@ def _read_index(folder: Path, form: WeightFormat) -> dict[str, str]:
     except OSError as problem:
         raise CheckpointError(f"{index} cannot be read: {problem.strerror}.") from problem
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        if is_pointer(index):
+            raise pointer_error(folder, [Path(form.index)]) from problem
         raise CheckpointError(f"{index} is not a valid index of shards.", "Fetch or repair this file.") from problem
     if not named:
         raise CheckpointError(f"{index} lists no tensors.", "Fetch or repair this file.")

@@ -79,7 +79,7 @@ def test_a_local_folder_of_a_datasets_id_would_be_streamed(tmp_path, monkeypatch
         ("broken.jsonl", b'{"text": "a"}\n{"text": \n', DataError, "Line 2"),
         ("other.jsonl", b'{"content": "a"}\n', DataError, "field 'text'"),
         ("number.jsonl", b'{"text": 7}\n', DataError, "no text in line 1"),
-        ("damaged.parquet", b"PAR1 no", DataError, "not a readable parquet"),
+        ("damaged.parquet", b"PAR1 no", DataError, "is damaged"),
     ],
 )
 def test_text_that_cannot_be_used_is_refused_by_name(name, content, error, says, tmp_path):
