@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.folder.weights import INDEX_NAME
 from ...checkpoint.source import Checkpoint
-from ...checkpoint.weights import INDEX_NAME
 from ...checkpoint.write import OutFile, OutTensor, ShardWriter
 from ...libraries.transformers_internals import unread_names
 
