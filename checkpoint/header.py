@@ -67,6 +67,10 @@ class TensorInfo:
     strides: tuple[int, ...] | None = None
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its elements when they are stored row by row."""
         return byte_size(self.dtype, self.shape)

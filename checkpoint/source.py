@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -30,6 +32,11 @@ _CODE_AND_TOKENIZER = (
     *("special_tokens_map.json", "added_tokens.json"),
 )
 """Side files that decide numbers. README.md and the like do not."""
+_CACHED = re.compile(
+    r"(^|[._])([kv]|key|value|kv|wk_dv|wv_dv|qkv|query_key_value|c_attn|Wqkv|W_pack)(_proj)?(\.linear)?\.weight$"
+)
+"""Projections of keys and values, alone or fused with queries."""
+_TOWER = re.compile(r"(^|[._])(vision|visual|audio|image|video)[._]|(vision|audio)_(tower|model|encoder)")
 
 
 @dataclass(frozen=True)
@@ -122,8 +129,21 @@ class Checkpoint:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one weight as it is served: by the first tensor, since a checkpoint has one dtype; two for FP8."""
-        return {"F64": 8, "F32": 4}.get(next(iter(self.tensors.values())).dtype, 2)
+        """Bytes of one number of the KV cache as it is served; two for FP8.
+
+        The cache has the dtype of the text decoder's keys and values. Single norms or the head may be stored in another
+        dtype. Without such names, the dtype of most weights counts.
+        """
+        named = [info for name, info in self.tensors.items() if _CACHED.search(name) and not _TOWER.search(name)]
+        elements = Counter[str]()
+        for info in named or self.tensors.values():
+            elements[info.dtype] += info.elements
+        return {"F64": 8, "F32": 4}.get(elements.most_common(1)[0][0], 2)
+
+    @property
+    def elements(self) -> int:
+        """The number of weights, whatever their dtypes."""
+        return sum(tensor.elements for tensor in self.tensors.values())
 
     @property
     def config_dtype(self) -> torch.dtype:

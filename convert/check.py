@@ -38,7 +38,7 @@ def check_checkpoint(source: str | Path, *, revision: str | None = None) -> Chec
     checkpoint = Checkpoint.open(source, revision=revision)
     unused = verify(checkpoint.folder)
     record = last_entry(checkpoint.folder, "convert") or {}
-    unexpected = [name for name in unused if name not in record.get("tensors_unused", ())]
+    unexpected = [name for name in unused.reported if name not in record.get("tensors_unused", ())]
     if unexpected:
         raise CheckpointError(
             f"{len(unexpected)} tensors are in the files, but the class does not use them, {unexpected[0]} for one.",
@@ -47,8 +47,9 @@ def check_checkpoint(source: str | Path, *, revision: str | None = None) -> Chec
     model_type = ModelType(checkpoint.config)
     seen = rope_bases(model_type)
     rows = (
-        ("tensors that agree with the class", str(len(checkpoint.tensors) - len(unused))),
-        ("tensors it does not use, as in the source", str(len(unused))),
+        ("tensors that agree with the class", str(len(checkpoint.tensors) - len(unused.names))),
+        ("tensors it does not use, as in the source", str(len(unused.reported))),
+        ("tensors it ignores on loading, such as multi-token prediction", str(len(unused.ignored))),
         *_heads(model_type),
         ("RoPE base read by v4 (rope_theta)", seen["v4"]),
         ("RoPE base read by v5 (rope_parameters)", seen["v5"]),

@@ -235,7 +235,7 @@ def _fill_folder(plan: Plan, folder: Path, writer: ShardWriter, prepared: _Prepa
     write_code(json.loads(plan.config_text), folder)
     plan.result.finish(folder)
     # Names and shapes stand now, the weights do not: a disagreement costs no time.
-    unused = verify(folder)
+    unused = verify(folder).names
     loses_nothing = write_weights(plan, writer, prepared.statistics)
     refined, quality = _refine_and_measure(plan, folder, prepared, loses_nothing=loses_nothing)
     entry = {**_entry(plan, prepared.statistics, unused), "refinement": refined, "quality": quality.record()}
@@ -296,7 +296,8 @@ def write_weights(plan: Plan, writer: ShardWriter, statistics: Statistics | None
     layers, loses_nothing = plan.result.changed_layers, True
     with progress(plan.method_name, len(layers)) as advance, torch.no_grad():
         for layer in layers:
-            moment = None if statistics is None else statistics.second_moment(layer.layer)
+            # No text reaches a layer that the class ignores on loading.
+            moment = None if statistics is None or layer.ignored else statistics.second_moment(layer.layer)
             context = MethodContext(layer.layer, plan.settings.seed, plan.family.initializer_range, moment)
             # Most checkpoints answer at the first layer, so the heads of one layer are read twice.
             loses_nothing = loses_nothing and plan.result.merges_equal_heads(layer, plan.method, plan.grouping, context)

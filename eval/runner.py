@@ -102,8 +102,8 @@ class Runner:
             taken += self._loaded_bytes(model)
         return groups
 
-    def _loaded_bytes(self, model: ComparedModel) -> float:
-        return model.checkpoint.weight_bytes * self.protocol.dtype.itemsize / model.checkpoint.element_bytes
+    def _loaded_bytes(self, model: ComparedModel) -> int:
+        return model.checkpoint.elements * self.protocol.dtype.itemsize
 
     def _free_bytes(self) -> int:
         if self.protocol.device.type == "cuda":
@@ -204,7 +204,7 @@ class Runner:
         )
 
     def _capacity(self, model: ComparedModel, cache: CacheSize) -> ServingCapacity | None:
-        """Compute what fits. Weights and cache are of the dtype that the checkpoint is stored in, as a server's."""
+        """Compute what fits. Weights count as they are stored, and the cache in the dtype of keys and values."""
         if self.protocol.memory is None or model.is_encoder_decoder:
             return None
         shrink = model.checkpoint.element_bytes / self.protocol.dtype.itemsize

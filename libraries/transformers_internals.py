@@ -34,6 +34,16 @@ def layers_within(model: nn.Module, part: nn.Module) -> list[nn.Module]:
     return [module for module in part.modules() if type(module).__name__ in names]
 
 
+def name_no_absent_layers(model: nn.Module) -> None:
+    """Leave out names of layers that the model lacks: accelerate refuses to shard it by such.
+
+    A class takes over the names of its parts, and the class of a part also names layers of its kin (SigLIP's text).
+    """
+    names, present = getattr(model, "_no_split_modules", None), {type(module).__name__ for module in model.modules()}
+    if names:
+        model._no_split_modules = set(names) & present  # type: ignore[assignment]
+
+
 def memory_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, str]:
     """Find the parameter that the class's loader fills from each tensor on disk.
 
@@ -55,6 +65,16 @@ def split_names(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tupl
             first = cuts[pattern][0]
             found[disk] = tuple(name.replace(first, target) for target in cuts[pattern])
     return found
+
+
+def unread_names(model: PreTrainedModel, disk_names: list[str]) -> list[str]:
+    """Find the tensors on disk that the class's loader drops, in the order of ``disk_names``.
+
+    The loader's own report leaves out those that the class means to ignore (``_keys_to_ignore_on_load_unexpected``),
+    such as the layers of multi-token prediction.
+    """
+    known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    return [disk for disk, name, _ in _renamed(model, disk_names) if name not in known]
 
 
 def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:

@@ -229,8 +229,8 @@ def test_every_option_that_a_message_names_exists():
     commands = get_command(app).commands.values()
     known = {option for one in commands for part in one.params for option in (*part.opts, *part.secondary_opts)}
     root = Path(cli.__file__).parent
-    sources = [root / f"{name}.py" for name in ("cli", "console", "corpus", "errors", "options", "pairs", "settings")]
-    for package in ("checkpoint", "convert", "uptrain", "eval", "recipes", "libraries"):
+    sources = [root / f"{name}.py" for name in ("cli", "console", "errors", "options", "pairs", "settings")]
+    for package in ("checkpoint", "corpus", "convert", "uptrain", "eval", "recipes", "libraries"):
         sources += (root / package).rglob("*.py")
     named = {}
     for file in sources:

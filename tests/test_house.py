@@ -11,7 +11,7 @@ import headfold
 import pytest
 
 ROOT = Path(headfold.__file__).parent
-PACKAGES = ("checkpoint", "convert", "uptrain", "eval", "recipes", "libraries")
+PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval", "recipes", "libraries")
 MODULES = sorted([*ROOT.glob("*.py"), *(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FOLDERS = sorted({file.parent for file in MODULES} - {ROOT})

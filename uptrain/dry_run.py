@@ -22,8 +22,10 @@ from .estimate.cost import CostEstimate, estimate_cost, refuse_what_cannot_fit
 from .estimate.model_size import ModelSize, model_without_weights
 from .estimate.pretraining import resolve_pretraining
 from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
+from .models.reach import freeze_unreached
 from .models.student import freeze_other_weights, refuse_long_sequences
 from .models.teacher import converted_from, other_vocabulary
+from .models.unread import describe_unread, unread_tensors
 from .processes.devices import has_fast_bf16, memory_bytes, refuse_untested_optimizer
 from .processes.launch import Layout
 from .settings import UptrainSettings
@@ -67,7 +69,7 @@ def estimate_run(
         info(f"There is no config.json of {checkpoint} here, so operations and memory are not estimated.")
         return rows
     cpu, bf16 = _device_and_precision(settings, layout, here=device_bytes is None)
-    place, student, teacher, teacher_bytes = _model_sizes(settings, source, trust_remote_code)
+    place, student, teacher, teacher_bytes, untrained = _model_sizes(settings, source, trust_remote_code)
     cost = estimate_cost(
         settings,
         budget.tokens,
@@ -85,6 +87,7 @@ def estimate_run(
         *rows,
         ["forward pass in", f"{'bf16' if bf16 else 'float32'} on {'a CPU' if cpu else 'a GPU'}"],
         ["parameters", f"{student.parameters:,}"],
+        *untrained,
         ["teacher", place or "none"],
         ["operations", f"{cost.flops:.2e}"],
         *([f"memory for {name}", human_bytes(size)] for name, size in cost.memory.items()),
@@ -103,11 +106,12 @@ def _budget_rows(budget: Budget, layout: Layout) -> list[list[str]]:
 
 def _model_sizes(
     settings: UptrainSettings, source: Checkpoint, trust_remote_code: bool
-) -> tuple[str | None, ModelSize, ModelSize | None, int]:
+) -> tuple[str | None, ModelSize, ModelSize | None, int, list[list[str]]]:
     """Check the models of a run as far as they show without weights.
 
     Returns:
-        (place of the teacher, size of the student, size of the teacher, bytes of one of the teacher's weights).
+        (place of the teacher, size of the student, size of the teacher, bytes of one of the teacher's weights, rows
+        about weights that are not trained).
 
     Raises:
         UsageError, UnsupportedError: a run would refuse the settings for these models.
@@ -117,10 +121,11 @@ def _model_sizes(
     _refuse_text(settings, source, model, encoder_decoder, trust_remote_code)
     refuse_long_sequences(settings.sequence_length, model.config)
     freeze_other_weights(model, settings.train)
+    untrained = _untrained_rows(model, source)
     student = ModelSize.of(model, encoder_decoder)
     place = _teacher_place(settings, source)
     if place is None:
-        return None, student, None, 0
+        return None, student, None, 0, untrained
     teacher, teacher_bytes = model_without_weights(place, trust_remote_code=trust_remote_code)
     size = ModelSize.of(teacher, encoder_decoder)
     # a run also compares the tokens; without a tokenizer only the number is known
@@ -128,7 +133,21 @@ def _model_sizes(
         raise other_vocabulary(place)
     if settings.hidden_weight:
         refuse_unlike_layers(LayerOutputs(model), LayerOutputs(teacher))
-    return place, student, size, teacher_bytes
+    return place, student, size, teacher_bytes, untrained
+
+
+def _untrained_rows(model: Any, source: Checkpoint) -> list[list[str]]:
+    """Freeze what text does not reach, and describe it and what the class does not load."""
+    frozen, rows = freeze_unreached(model), []
+    if frozen.places:
+        rows.append(["frozen", frozen.describe()])
+    try:
+        unread = unread_tensors(model, Checkpoint.open(source.folder))
+    except HeadfoldError:  # a config alone is enough for a dry run
+        unread = []
+    if unread:
+        rows.append(["copied untrained", describe_unread(unread)])
+    return rows
 
 
 def _refuse_what_does_not_fit(cost: CostEstimate, layout: Layout, device_bytes: int | None, cpu: bool) -> None:

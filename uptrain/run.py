@@ -103,6 +103,7 @@ def _record_entry(run: TrainingRun) -> dict[str, Any]:
         "adjusted": run.adjusted,
         "data": texts[0] if len(texts) == 1 else texts,
         "epochs": epochs[0] if len(texts) == 1 else epochs,
+        "frozen": list(opened.frozen.places),
         "processes": accelerator.num_processes,
         "distributed": "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value,
         "device": str(accelerator.device.type),

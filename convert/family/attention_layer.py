@@ -27,6 +27,7 @@ class AttentionLayer:
         stored: every tensor that depends on the number of KV heads, and how heads lie in it.
         followers: tensors with a part for every query head, which move along when heads change places.
         order_obstacle: None when heads may change places, else the reason against it.
+        ignored: the class drops this layer on loading (multi-token prediction), so it has no module and sees no text.
     """
 
     layer: int
@@ -51,6 +52,7 @@ class AttentionLayer:
     stored: tuple[StoredHeads, ...]
     followers: tuple[StoredHeads, ...] = ()
     order_obstacle: str | None = None
+    ignored: bool = False
 
     @property
     def merged(self) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,20 @@ from ..methods.layer import merges_equal_heads, new_tensors
 from ..methods.table import Method
 from ..settings import ConvertSettings
 from .config_edit import with_number
+from .ignored import IgnoredTensors, find_ignored
 from .result_attention import Action, Prospect, ResultAttention
 
 
 @dataclass(frozen=True)
 class FewerHeads(ResultAttention):
-    """K KV heads become ``groups``, in the same class and type."""
+    """K KV heads become ``groups``, in the same class and type.
+
+    Attributes:
+        ignored: what the class drops on loading.
+    """
 
     groups: int
+    ignored: IgnoredTensors = field(default_factory=IgnoredTensors)
 
     @classmethod
     def suits(cls, model_type: ModelType) -> bool:
@@ -45,7 +50,9 @@ class FewerHeads(ResultAttention):
     @classmethod
     def plan(cls, checkpoint: Checkpoint, model_type: ModelType, settings: ConvertSettings) -> FewerHeads:
         family = find_family(checkpoint, model_type, settings.groups, encoder=settings.encoder)
-        return cls(checkpoint, model_type, family, settings.groups)
+        ignored = find_ignored(checkpoint, model_type, family)
+        family = replace(family, notes=(*family.notes, *ignored.notes))
+        return cls(checkpoint, model_type, family, settings.groups, ignored)
 
     @property
     def original(self) -> Checkpoint:
@@ -56,7 +63,8 @@ class FewerHeads(ResultAttention):
 
     @property
     def changed_layers(self) -> list[AttentionLayer]:
-        return [layer for layer in self.family.layers if layer.kv_heads != self.groups]
+        layers = (*self.family.layers, *self.ignored.layers)
+        return [layer for layer in layers if layer.kv_heads != self.groups]
 
     def actions(self, method: Method, grouping: str) -> dict[str, Action]:
         found = {name: Action("copy", name, info.shape) for name, info in self.source.tensors.items()}
@@ -116,8 +124,7 @@ class FewerHeads(ResultAttention):
         before = after = 0
         for layer in self.family.layers:
             if layer.side == side:
-                info = self.source.tensors[layer.k]
-                per_head = (layer.head_dim + layer.value_dim) * (info.nbytes // math.prod(info.shape))
+                per_head = (layer.head_dim + layer.value_dim) * self.source.element_bytes
                 before += self.family.counts.cached_heads(layer.kv_heads) * per_head
                 after += self.family.counts.cached_heads(min(self.groups, layer.kv_heads)) * per_head
         return before, after

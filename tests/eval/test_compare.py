@@ -320,6 +320,21 @@ def test_capacity_is_computed_in_the_dtype_of_the_weights(run, save):
     ]
 
 
+@pytest.mark.parametrize("odd", ["lm_head", "norm"])
+def test_one_float32_tensor_leaves_the_sizes_for_memory_as_they_are(odd, run, save):
+    """Weights count as they are stored, and the cache in the dtype of keys and values (B020)."""
+    folder = Path(save("half", tiny_llama().bfloat16(), word_tokenizer()))
+    tensors = load_file(folder / "model.safetensors")
+    found = [name for name in tensors if odd in name]
+    assert found
+    tensors |= {name: tensors[name].float() for name in found}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (model,) = run(str(folder), memory="1MB", repeats=0).models
+    assert model.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    free = 0.9 * 1e6 - model.weight_bytes
+    assert model.capacity.tokens == int(free // (model.cache_bytes_per_token / 2))
+
+
 def test_cards_are_written_only_where_headfold_made_the_folder(run, save, source, capsys):
     tokenizer = word_tokenizer(template=True)
     made, strange = (save(name, tiny_llama(seed=1), tokenizer) for name in ("made", "strange"))

@@ -18,6 +18,7 @@ from ...checkpoint.record import METRICS_NAME, last_entry, write_record
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...checkpoint.write import copy_side_files
 from ...errors import CheckpointError
+from .unread import copy_unread, unread_tensors
 
 
 def whole_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
@@ -66,11 +67,18 @@ def write_trained(
         (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
         copy_side_files(source, folder)
         left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
+        # with a name that the class does load, such a tensor is a second copy of a tied head
+        unread = [name for name in unread_tensors(model, source) if name in left_out]
+        copy_unread(source, unread, folder)
         # a model on the meta device shows that the checkpoint loads, and costs no memory
         load_language_model(folder, device_map="meta", trust_remote_code=trust_remote_code)
         if metrics.exists():
             shutil.copyfile(metrics, folder / METRICS_NAME)
-        write_record(folder, source.folder, {**entry, "tensors_left_out": left_out})
+        write_record(
+            folder,
+            source.folder,
+            {**entry, "tensors_left_out": sorted({*left_out} - {*unread}), "tensors_copied": unread},
+        )
         if last_entry(folder, "convert") is not None:
             write_card(folder)
 

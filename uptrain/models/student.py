@@ -11,7 +11,7 @@ from torch import nn
 from ...checkpoint.load import blank_language_model, load_language_model
 from ...checkpoint.source import Checkpoint
 from ...errors import UnsupportedError, UsageError
-from ...libraries.transformers_internals import layers_within
+from ...libraries.transformers_internals import layers_within, name_no_absent_layers
 from ..settings import UptrainSettings
 
 _ATTENTION = re.compile(r"\.(self_attn|self_attention|attention|attn|encoder_attn|SelfAttention|EncDecAttention)\.")
@@ -90,7 +90,8 @@ def speed_up(model: Any, settings: UptrainSettings) -> None:
 def fit_for_sharding(model: Any, encoder_decoder: bool) -> None:
     """Let both sides of an encoder-decoder use the very same embedding module, and not only the same weight.
 
-    Otherwise FSDP would put the weight into two of its groups, which it refuses.
+    Otherwise FSDP would put the weight into two of its groups, which it refuses. Names of layers are checked as well.
     """
+    name_no_absent_layers(model)
     if encoder_decoder:
         model.set_input_embeddings(model.get_input_embeddings())

@@ -23,6 +23,7 @@ from ..estimate.pretraining import resolve_pretraining
 from ..models.dropout import set_dropout
 from ..models.isolation import refuse_leaks
 from ..models.liger import refuse_liger
+from ..models.reach import FrozenParts, freeze_unreached
 from ..models.student import build_student, freeze_other_weights, refuse_long_sequences
 from ..models.teacher import digest_of, resolve_teacher
 from ..monitor.heldout import HeldoutText, open_heldout
@@ -40,6 +41,7 @@ class OpenedRun:
         settings: with the teacher and the pretraining tokens filled in.
         model: the student, on the CPU.
         encoder_decoder: the model reads one sequence and writes another.
+        frozen: the part of the model that text does not reach.
         heldout: None if no held-out text is named.
         from_scratch: the weights were drawn, not read.
     """
@@ -54,6 +56,7 @@ class OpenedRun:
     tokenizer: Any
     corpora: Sequence[WeightedCorpus]
     objective: TrainingObjective
+    frozen: FrozenParts
     heldout: HeldoutText | None
     from_scratch: bool
     trust_remote_code: bool
@@ -88,6 +91,7 @@ def open_run(
     if settings.isolate_documents:  # while the model is on the CPU, where the trial's tensors are
         refuse_leaks(model)
     freeze_other_weights(model, settings.train)
+    frozen = freeze_unreached(model)
     heldout = open_heldout(settings, tokenizer, encoder_decoder)
     # The others find the hashes of the first in the user's cache.
     with accelerator.local_main_process_first():
@@ -104,6 +108,7 @@ def open_run(
         tokenizer=tokenizer,
         corpora=corpora,
         objective=objective,
+        frozen=frozen,
         heldout=heldout,
         from_scratch=from_scratch,
         trust_remote_code=trust_remote_code,

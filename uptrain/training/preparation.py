@@ -15,6 +15,7 @@ from ..models.dropout import keep_all_layers
 from ..models.liger import apply_liger
 from ..models.student import fit_for_sharding, speed_up
 from ..models.teacher import Teacher, converted_from, load_teacher
+from ..models.unread import describe_unread, unread_tensors
 from ..monitor.heldout import HeldoutMonitor
 from ..monitor.metrics import Metrics
 from ..monitor.progress import FlopsUtilisation
@@ -142,6 +143,11 @@ def _make_heldout_monitor(opened: OpenedRun, teacher: Teacher | None, metrics: M
 def _tell(opened: OpenedRun, progress: Progress | None) -> None:
     accelerator, budget = opened.accelerator, opened.budget
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "float32"
+    if opened.frozen.places:
+        info(f"Frozen: {opened.frozen.describe()}. They are published as they are in the source.")
+    unread = unread_tensors(opened.model, opened.source)
+    if unread:
+        info(f"{describe_unread(unread)} They are not trained, and are copied into the result as they are.")
     info(f"Computing in {precision} on {accelerator.num_processes} × {accelerator.device.type}.")
     if progress:
         info(f"Continuing at step {progress.step} of {budget.steps}.")

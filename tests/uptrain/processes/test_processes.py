@@ -47,12 +47,26 @@ def few_t5(tiny_t5, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_checkpoint, text_file, tiny_t5, few_t5, pairs_file, tmp_path_factory) -> Path:
+def seeing(tiny_checkpoint, tmp_path_factory) -> Path:
+    """A model that also sees, with the tokenizer of the tiny Llama."""
+    import shutil
+
+    from tiny import tiny_model
+
+    folder = tmp_path_factory.mktemp("seeing") / "gemma3"
+    tiny_model("gemma3", 4, 2).to(torch.bfloat16).save_pretrained(folder)
+    for file in tiny_checkpoint.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tiny_checkpoint, text_file, tiny_t5, few_t5, pairs_file, seeing, tmp_path_factory) -> Path:
     """The folder with the results of two_processes.py."""
     folder = tmp_path_factory.mktemp("two")
     script = str(Path(__file__).with_name("two_processes.py"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [tiny_checkpoint, text_file, folder, tiny_t5, few_t5, pairs_file]
+    arguments = [tiny_checkpoint, text_file, folder, tiny_t5, few_t5, pairs_file, seeing]
     command = [*launch(2), script, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -164,3 +178,21 @@ def test_one_process_continues_a_run_of_two(two, one, tiny_checkpoint, text_file
     assert curve(out) == pytest.approx(curve(reference), rel=TOLERANCE)
     rates = [[line["learning_rate"] for line in metrics(folder, "train")] for folder in (out, reference)]
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("name", ["ddp-seeing", "fsdp-seeing"])
+def test_towers_that_text_does_not_reach_stop_no_step_and_stay_as_they_are(name, two, seeing, tmp_path):
+    """Each process would wait for the gradients of the vision tower, and fail at the second step."""
+    from headfold.uptrain.settings import UptrainSettings
+
+    entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
+    assert entry["processes"] == 2
+    assert entry["frozen"] == ["model.multi_modal_projector", "model.vision_tower"]
+    alone = uptrain_checkpoint(seeing, tmp_path / "one", UptrainSettings.restored(entry["settings"]))
+    assert curve(two / name) == pytest.approx(curve(alone), rel=TOLERANCE)
+    source, saved = (load_file(folder / "model.safetensors") for folder in (seeing, two / name))
+    assert source.keys() == saved.keys()
+    towers = [key for key in source if "vision_tower" in key or "projector" in key]
+    assert len(towers) > 10
+    assert all(torch.equal(source[key], saved[key]) for key in towers)
+    assert any(not torch.equal(source[key], saved[key]) for key in source.keys() - set(towers))

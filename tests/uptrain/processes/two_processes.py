@@ -1,6 +1,6 @@
 """The runs of test_processes.py on two processes: all in one start, since importing the libraries takes long.
 
-accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER T5 CONVERTED PAIRS
+accelerate launch --multi_gpu --num_processes 2 two_processes.py CHECKPOINT TEXT FOLDER T5 CONVERTED PAIRS SEEING
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pairs(checkpoint: str, t5: str, pairs_file: str, folder: Path) -> None:
     uptrain_checkpoint(checkpoint, folder, UptrainSettings(**common))
 
 
-def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pairs_file: str) -> None:
+def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pairs_file: str, seeing: str) -> None:
     torch.set_num_threads(1)
     common = {
         "data": text, "sequence_length": 16, "batch": 4, "micro_batch": 1, "learning_rate": 3e-3, "precision": "fp32",
@@ -92,7 +92,10 @@ def main(checkpoint: str, text: str, folder: Path, t5: str, converted: str, pair
     abandoned_at(7, checkpoint, folder / "ddp-abandoned", plain)
     uptrain_checkpoint(checkpoint, folder / "ddp-abandoned", plain)
     pairs(t5, t5, pairs_file, folder / "ddp-pairs")
+    blind = UptrainSettings(**{**common, "steps": 4}, teacher=None)
+    uptrain_checkpoint(seeing, folder / "ddp-seeing", blind)
     os.environ.update(FSDP)
+    uptrain_checkpoint(seeing, folder / "fsdp-seeing", blind)
     pairs(t5, t5, pairs_file, folder / "fsdp-pairs")
     pairs(converted, t5, pairs_file, folder / "fsdp-converted")
     uptrain_checkpoint(checkpoint, folder / "fsdp", plain)
