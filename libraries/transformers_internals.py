@@ -15,7 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Split, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Split,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 
 def from_config(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -75,6 +82,31 @@ def unread_names(model: PreTrainedModel, disk_names: list[str]) -> list[str]:
     """
     known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
     return [disk for disk, name, _ in _renamed(model, disk_names) if name not in known]
+
+
+def names_in_class(model: PreTrainedModel, disk_names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Find the parameters that the class's loader fills from each tensor on disk, wholly or in part."""
+    cuts = split_names(model, disk_names)
+    return {disk: cuts.get(disk, (name,)) for disk, name, _ in _renamed(model, disk_names)}
+
+
+def saved_tensors(
+    model: PreTrainedModel, weights: dict[str, Tensor] | None = None, *, untied_only: bool = False
+) -> dict[str, Tensor]:
+    """List the tensors that ``save_pretrained`` writes, by name on disk, on the meta device.
+
+    Args:
+        weights: the state dict, without second names of tied tensors; None takes the model's own.
+        untied_only: stop before names and shapes are turned into those on disk.
+    """
+    state = dict(weights if weights is not None else model.state_dict())
+    for ignored in model._keys_to_ignore_on_save or ():
+        state.pop(ignored, None)
+    if weights is None:
+        state = remove_tied_weights_from_state_dict(state, model)
+    if untied_only:
+        return state
+    return revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in state.items()})
 
 
 def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:

@@ -22,6 +22,7 @@ from .estimate.cost import CostEstimate, estimate_cost, refuse_what_cannot_fit
 from .estimate.model_size import ModelSize, model_without_weights
 from .estimate.pretraining import resolve_pretraining
 from .loss.hidden_states import LayerOutputs, refuse_unlike_layers
+from .models.disk_layout import refuse_unpublishable
 from .models.reach import freeze_unreached
 from .models.student import freeze_other_weights, refuse_long_sequences
 from .models.teacher import converted_from, other_vocabulary
@@ -137,14 +138,20 @@ def _model_sizes(
 
 
 def _untrained_rows(model: Any, source: Checkpoint) -> list[list[str]]:
-    """Freeze what text does not reach, and describe it and what the class does not load."""
+    """Freeze what text does not reach, and describe it and what the class does not load.
+
+    Raises:
+        UnsupportedError: the trained model would be saved with other tensors than its source.
+    """
     frozen, rows = freeze_unreached(model), []
     if frozen.places:
         rows.append(["frozen", frozen.describe()])
     try:
-        unread = unread_tensors(model, Checkpoint.open(source.folder))
+        stored = Checkpoint.open(source.folder)
     except HeadfoldError:  # a config alone is enough for a dry run
-        unread = []
+        return rows
+    refuse_unpublishable(model, stored)
+    unread = unread_tensors(model, stored)
     if unread:
         rows.append(["copied untrained", describe_unread(unread)])
     return rows

@@ -17,7 +17,7 @@ from ...checkpoint.publish import publishing
 from ...checkpoint.record import METRICS_NAME, last_entry, write_record
 from ...checkpoint.source import CONFIG_NAME, Checkpoint
 from ...checkpoint.write import copy_side_files
-from ...errors import CheckpointError
+from .disk_layout import dtypes_in_memory, layout_of, refuse_other_tensors, rename_as_source
 from .unread import copy_unread, unread_tensors
 
 
@@ -56,8 +56,7 @@ def write_trained(
             config.json.
         entry: of this run, for the record.
     """
-    config_dtype = source.config_dtype
-    stored = {name: _TORCH_DTYPES.get(info.dtype, config_dtype) for name, info in source.tensors.items()}
+    config_dtype, stored = source.config_dtype, dtypes_in_memory(model, source)
     cast = _cast(weights, lambda name: stored.get(name, config_dtype))
     # transformers refuses to save some generation configs that it loads. The file is copied instead, below
     model.generation_config = GenerationConfig()
@@ -66,7 +65,7 @@ def write_trained(
         (folder / "generation_config.json").unlink(missing_ok=True)
         (folder / CONFIG_NAME).write_text(source.config_text, encoding="utf-8", newline="")
         copy_side_files(source, folder)
-        left_out = _left_out(Checkpoint.open(folder), source) if source.tensors else []
+        left_out = _take_names_of(source, folder, model) if source.tensors else []
         # with a name that the class does load, such a tensor is a second copy of a tied head
         unread = [name for name in unread_tensors(model, source) if name in left_out]
         copy_unread(source, unread, folder)
@@ -83,9 +82,6 @@ def write_trained(
             write_card(folder)
 
 
-_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-
-
 def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtype]) -> dict[str, torch.Tensor]:
     """Cast weights to their stored dtypes. Tied tensors stay one, or the head would be saved as a weight of its own."""
     cast: dict[int, torch.Tensor] = {}
@@ -95,18 +91,14 @@ def _cast(weights: dict[str, torch.Tensor], dtype_of: Callable[[str], torch.dtyp
     }
 
 
-def _left_out(trained: Checkpoint, source: Checkpoint) -> list[str]:
-    """Find tensors of the source that the class neither uses nor saves (old buffers, a tied head stored twice).
+def _take_names_of(source: Checkpoint, folder: Path, model: Any) -> list[str]:
+    """Name the saved tensors as in the source, and find those that the class neither uses nor saves (old buffers).
 
     Raises:
-        CheckpointError: a saved tensor differs from the source's in name, shape or dtype.
+        UnsupportedError: a saved tensor differs from the source's in name, shape or dtype. A run is refused for that
+            before its first step.
     """
-    found = {name: (info.dtype, tuple(info.shape)) for name, info in trained.tensors.items()}
-    wanted = {name: (info.dtype, tuple(info.shape)) for name, info in source.tensors.items()}
-    differing = sorted(name for name in found if found[name] != wanted.get(name))
-    if differing:
-        raise CheckpointError(
-            f"The trained model would be saved with other tensors than its source: {', '.join(differing[:4])}.",
-            "This is a fault in headfold; the saves of the run are kept, please report it.",
-        )
-    return sorted(wanted.keys() - found.keys())
+    rename_as_source(folder, source, model.base_model_prefix)
+    saved = layout_of(Checkpoint.open(folder))
+    refuse_other_tensors(saved, source)
+    return sorted(source.tensors.keys() - saved.keys())

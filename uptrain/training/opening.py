@@ -20,6 +20,7 @@ from ..data.mixture import WeightedCorpus, describe_mixture, open_mixture
 from ..data.objective import TrainingObjective, choose_objective
 from ..estimate.budget import Budget, plan_budget, refuse_uneven, require_one_budget
 from ..estimate.pretraining import resolve_pretraining
+from ..models.disk_layout import refuse_unpublishable
 from ..models.dropout import set_dropout
 from ..models.isolation import refuse_leaks
 from ..models.liger import refuse_liger
@@ -92,6 +93,8 @@ def open_run(
         refuse_leaks(model)
     freeze_other_weights(model, settings.train)
     frozen = freeze_unreached(model)
+    if source.tensors:
+        refuse_unpublishable(model, source)
     heldout = open_heldout(settings, tokenizer, encoder_decoder)
     # The others find the hashes of the first in the user's cache.
     with accelerator.local_main_process_first():
