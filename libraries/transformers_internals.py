@@ -106,7 +106,10 @@ def saved_tensors(
         state = remove_tied_weights_from_state_dict(state, model)
     if untied_only:
         return state
-    return revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in state.items()})
+    saved: dict[str, Tensor] = revert_weight_conversion(
+        model, {name: tensor.to("meta") for name, tensor in state.items()}
+    )
+    return saved
 
 
 def _renamed(model: PreTrainedModel, disk_names: list[str]) -> Iterator[tuple[str, str, str | None]]:

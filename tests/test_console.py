@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from headfold import console
 from headfold.console import human_bytes, human_seconds, parse_bytes
 from headfold.errors import UsageError
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ...checkpoint.source import Checkpoint
 from ...console import human_bytes, info, warn
+from ...local_paths import public, public_sentence
 from ..family.model_type import ModelType
 from ..methods.table import Method
 from .encoder_decoder import cut_spans
@@ -50,7 +51,9 @@ class Quality:
     nats_per_token: dict[str, float | None] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """Make its entry of headfold.json, which is published."""
+        found = asdict(self)
+        return {**public(found), "summary": public_sentence(self.summary), "advice": public_sentence(self.advice)}
 
     def say(self) -> None:
         """Print it: a warning where nobody knows how good the result is."""

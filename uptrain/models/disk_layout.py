@@ -34,7 +34,7 @@ def dtypes_in_memory(model: Any, source: Checkpoint) -> dict[str, torch.dtype]:
 
     A parameter that several tensors on disk make up, such as stacked experts, has the dtype of the last of them.
     """
-    stored = {}
+    stored: dict[str, torch.dtype] = {}
     for disk, names in names_in_class(model, list(source.tensors)).items():
         if source.tensors[disk].dtype in FLOATS:
             stored |= dict.fromkeys(names, torch_dtype(source.tensors[disk].dtype))

@@ -18,7 +18,7 @@ from headfold.convert.calibration.text import _read_blocks, token_blocks
 from headfold.convert.methods.table import METHODS
 from headfold.convert.refinement import refine
 from headfold.convert.run import convert_checkpoint, plan_conversion
-from headfold.corpus import Corpus, Document, open_corpus
+from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from tiny import repeat_kv_heads, tiny_model
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +41,7 @@ def _corpus(*lengths: int) -> Corpus:
 
 
 def _blocks(corpus: Corpus, tokens: int, length: int) -> tuple[Tensor, Tensor | None]:
-    return _read_blocks(corpus, _Letters(), tokens, length, held_out=True)
+    return _read_blocks(corpus, Encoder(_Letters()), tokens, length, held_out=True)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_change_is_measured_said_and_kept(
     assert list(found["perplexity"]) == list(found["nats_per_token"]) == stages
     assert (found["text"]["tokens"], found["text"]["sequences"], found["text"]["scored_tokens"]) == (128, 4, 124)
     corpus, tokenizer = open_corpus(fields["calibration"]), AutoTokenizer.from_pretrained(tiny_checkpoint)
-    _, held = _read_blocks(corpus, tokenizer, 2048, 32, held_out=True)
+    _, held = _read_blocks(corpus, Encoder(tokenizer), 2048, 32, held_out=True)
     assert held is not None
     for folder, stage in ((tiny_checkpoint, "source"), (out, stages[-1])):
         loss = _whole_loss(load_language_model(folder).eval(), HeldOutText(held))

@@ -133,7 +133,7 @@ def test_the_divergence_from_a_teacher_is_zero_only_for_the_same_model(spanned, 
 
 
 def test_a_t5_learns_pairs_of_columns(spanned, tiny_t5, pairs_file, tmp_path):
-    columns = {"source_column": "input", "target_column": "answer.back", "data": str(pairs_file)}
+    columns = {"text_column": "input", "target_column": "answer.back", "data": str(pairs_file)}
     wanted = spanned[0].model_copy(update={**columns, "eval_data": str(pairs_file)})
     out = uptrain_checkpoint(tiny_t5, tmp_path / "out", wanted)
     losses = [line["loss"] for line in metrics(out, "train")]
