@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ...corpus import Document
 from ...errors import DataError, UsageError
+from .text_bytes import scored_bytes
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _tokenize(
         ids = ids[: limit + 1]
     if len(ids) < 2:
         return None, False
-    utf8_bytes = _scored_bytes(tokenizer, document.text, ids, offsets, cut)
+    utf8_bytes = scored_bytes(tokenizer, document.text, ids, offsets, cut)
     return TokenDocument(document.name, ids, utf8_bytes, starts_with_bos), cut
 
 
@@ -205,21 +206,6 @@ def _with_bos_policy(
     if offsets is not None:
         offsets = [(0, 0)] * wanted + offsets[found:]
     return ids, offsets, bool(wanted)
-
-
-def _scored_bytes(tokenizer: Any, text: str, ids: list[int], offsets: list[tuple[int, int]] | None, cut: bool) -> int:
-    """Count UTF-8 bytes of the text behind ``ids[1:]``.
-
-    Slow tokenizers give no offsets, so their ids are decoded.
-    """
-    if offsets is None:
-        decoded: str = tokenizer.decode(ids[1:], skip_special_tokens=True)
-        return len(decoded.encode("utf-8", "surrogatepass"))
-    # the first token is context only, so its characters do not count
-    begin = offsets[0][1]
-    # the largest and not the last, since special tokens at the end have an empty span
-    end = max(offset[1] for offset in offsets[: len(ids)]) if cut else len(text)
-    return len(text[begin:end].encode("utf-8", "surrogatepass"))
 
 
 def default_stride(window: int) -> int:
