@@ -6,6 +6,8 @@ import io
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -131,12 +133,24 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(description: str, total: float | None) -> Iterator[Advance]:
-    """Show a bar with elapsed and remaining time on a terminal. Elsewhere show nothing, so that logs stay readable.
+    """Show a bar with elapsed and remaining time on a terminal. Elsewhere print a line every half minute.
 
     Args:
         description: what is being done, a few words.
         total: units of work; None if their number is unknown.
     """
+    if not is_main_process():
+        yield _no_advance
+    elif talk.is_terminal:
+        with _bar(description, total) as advance:
+            yield advance
+    else:
+        with _lines(description, total) as advance:
+            yield advance
+
+
+@contextmanager
+def _bar(description: str, total: float | None) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -144,14 +158,51 @@ def progress(description: str, total: float | None) -> Iterator[Advance]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    hidden = not (talk.is_terminal and is_main_process())
-    with Progress(*columns, console=talk, transient=True, disable=hidden) as bars:
+    with Progress(*columns, console=talk, transient=True) as bars:
         task = bars.add_task(_printable(description), total=total)
 
         def advance(amount: float = 1) -> None:
             bars.advance(task, amount)
 
         yield advance
+
+
+_LINE_SECONDS = 30.0
+
+
+@contextmanager
+def _lines(description: str, total: float | None) -> Iterator[Advance]:
+    """Print the share that is done and the time that is left, also while a single unit of work takes long."""
+    done, began, over = 0.0, time.monotonic(), threading.Event()
+
+    def advance(amount: float = 1) -> None:
+        nonlocal done
+        done += amount
+
+    def tell() -> None:
+        while not over.wait(_LINE_SECONDS):
+            info(progress_line(description, done, total, time.monotonic() - began))
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        over.set()
+        teller.join()
+
+
+def progress_line(description: str, done: float, total: float | None, seconds: float) -> str:
+    """Write ``refinement: 35 % · 2m10s so far · about 4m01s left``."""
+    parts = [] if not total else [f"{100 * min(done / total, 1):.0f} %"]
+    parts.append(f"{human_seconds(seconds)} so far")
+    if total and 0 < done < total:
+        parts.append(f"about {human_seconds(seconds * (total - done) / done)} left")
+    return f"{description}: {' · '.join(parts)}"
+
+
+def _no_advance(amount: float = 1) -> None:
+    pass
 
 
 def human_bytes(count: float) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from headfold import console
 from headfold.console import human_bytes, human_seconds, parse_bytes
@@ -65,3 +67,46 @@ def test_seconds_for_people(seconds, text):
 )
 def test_one_thing_is_not_called_things(number, noun, shown):
     assert console.counted(number, noun) == shown
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "seconds", "shown"),
+    [
+        (35, 100, 130, "refinement: 35 % · 2m10s so far · about 4m01s left"),
+        (0, 100, 30, "refinement: 0 % · 30s so far"),
+        (7, None, 61, "refinement: 1m01s so far"),
+        (100, 100, 90, "refinement: 100 % · 1m30s so far"),
+    ],
+)
+def test_a_line_of_progress_says_share_and_time_left(done, total, seconds, shown):
+    assert console.progress_line("refinement", done, total, seconds) == shown
+
+
+def test_without_a_terminal_a_long_step_prints_lines_even_within_one_unit(capfd, monkeypatch):
+    """A log showed nothing for an hour, and nobody knew whether the run was alive."""
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.05)
+    with console.progress("copying", 4) as advance:
+        advance()
+        time.sleep(0.3)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert lines[0].startswith("copying: 25 % · ")
+    assert "left" in lines[0]
+    time.sleep(0.15)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_short_step_prints_nothing(capfd):
+    with console.progress("copying", 4) as advance:
+        advance(4)
+    assert capfd.readouterr().err == ""
+
+
+def test_only_the_first_process_prints_lines(capfd, monkeypatch):
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with console.progress("copying", 4) as advance:
+        advance()
+        time.sleep(0.1)
+    assert capfd.readouterr().err == ""
