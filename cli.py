@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shlex
+import signal
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from . import __version__, console
 from .convert import command as convert_command
-from .errors import HeadfoldError, UsageError
+from .errors import HeadfoldError, Interrupted, UsageError
 from .eval import command as eval_command
 from .recipes import command as recipes_command
 from .uptrain import command as uptrain_command
@@ -72,19 +82,83 @@ app.command("run", epilog="Example: `headfold run demo -o demo`")(recipes_comman
 app.command("report", epilog="Example: `headfold report report -o report-again --fail-over 2%`")(eval_command.report)
 
 
+_AFTER_A_STOP = {
+    "convert": "The same command continues a refinement after its last finished layer. Anything else begins anew.",
+    "uptrain": "The same command continues from the newest save.",
+    "eval": "The same command continues with the measurements that are saved.",
+    "sweep": "The same command continues after the last row.",
+    "run": "The same command continues with the step that was stopped.",
+}
+_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+_ECHO_SECONDS = 2.0
+"""A terminal or Slurm signals launcher and processes alike, and the launcher passes it on: that is one request."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the console script. It always ends in SystemExit."""
     console.replace_what_a_stream_cannot_print()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        app(arguments)
+        with _signals_raise():
+            app(arguments)
+    except Interrupted as problem:
+        console.stopped(problem.message, problem.hint)
+        sys.exit(_STOPPED)
     except HeadfoldError as problem:
         console.error(problem.message, problem.hint)
         sys.exit(problem.exit_code)
+    except BrokenPipeError:
+        # `headfold inspect … | head -1`: the reader has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - Python flushes it once more as it ends
+        sys.exit(0)
     # a full disk or a file without permission: the words of the system say it best
     except OSError as problem:
         console.error(f"{problem.filename or 'A file'} cannot be used: {problem.strerror or problem}.")
         sys.exit(1)
-    except KeyboardInterrupt:
-        console.error("Interrupted.")
-        # 128 + SIGINT, as shells report it
-        sys.exit(130)
+    except MemoryError:
+        console.error("The memory of this machine is used up.", "Free some, or take a machine with more.")
+        sys.exit(1)
+    except _StopRequested:
+        said = _AFTER_A_STOP.get(next((word for word in words if not word.startswith("-")), ""))
+        console.stopped("Nothing unfinished was left under the name of the output.", said)
+        sys.exit(_STOPPED)
+    except Exception:
+        traceback.print_exc()
+        line = shlex.join(["headfold", *words])
+        console.error(
+            f"This is a fault in headfold {__version__}.", f"Please report it, with the lines above and: {line}"
+        )
+        sys.exit(1)
+
+
+class _StopRequested(BaseException):
+    """A signal asks the command to stop. Not KeyboardInterrupt, which typer turns into exit code 130 without a word."""
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C raise an exception, so that unfinished folders and locks are removed.
+
+    ``uptrain`` takes the signals over while it trains. A second one ends a clean-up that takes too long.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    last = -math.inf
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before >= _ECHO_SECONDS:
+            raise _StopRequested
+
+    caught = (signal.SIGTERM, signal.SIGINT)
+    # one that is ignored stays so, as a shell has it for commands in the background
+    before = {number: signal.getsignal(number) for number in caught if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

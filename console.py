@@ -97,6 +97,13 @@ def error(message: str, hint: str | None = None) -> None:
         talk.print(_labelled("hint:", "bold cyan", hint))
 
 
+def stopped(message: str, hint: str | None = None) -> None:
+    """Print that a signal stopped the command, which is no error, and what the same command does next."""
+    talk.print(_labelled("stopped:", "bold yellow", message))
+    if hint:
+        talk.print(_labelled("hint:", "bold cyan", hint))
+
+
 def _labelled(label: str, style: str, message: str) -> Text:
     return Text.assemble((label, style), " ", _printable(message))
 

@@ -143,7 +143,7 @@ def inspect(
         f"{found.head_dim}, cache in {found.dtype}",
         ["groups", "KV bytes per token", "per 1,000 tokens", "of the source", "queries per KV head", *_STACK_COLUMNS],
         rows,
-        markdown=True,
+        markdown=not console.data.is_terminal,  # for a document, or for a person
     )
     console.data.print(found.route or found.runs, markup=False)
     console.data.print(_LEGEND, markup=False)

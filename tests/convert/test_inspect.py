@@ -64,3 +64,15 @@ def test_the_predicted_loss_grows_as_groups_get_fewer(tiny_checkpoint, text_file
     assert all(0 < loss.keys < 1 and 0 < loss.values < 1 for loss in found if loss.groups == 1)
     with pytest.raises(UsageError):
         list(predict_loss(tiny_checkpoint, [3], file))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_is_drawn_on_a_terminal_and_markdown_in_a_pipe(terminal, tiny_checkpoint, capfd, monkeypatch):
+    from headfold import cli, console
+
+    monkeypatch.setattr(type(console.data), "is_terminal", terminal)
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(tiny_checkpoint)])
+    shown = capfd.readouterr().out
+    assert ("| --- | --:" in shown) is not terminal
+    assert ("━" in shown) is terminal

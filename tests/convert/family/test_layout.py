@@ -127,7 +127,7 @@ def test_falcon_in_its_old_layouts_has_one_kv_head_or_all(tmp_path: Path) -> Non
         for folder in (tmp_path / "mqa", convert_checkpoint(tmp_path / "mqa", tmp_path / "same", groups=1))
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(UsageError, match="1 KV heads"):
+    with pytest.raises(UsageError, match="1 KV head "):
         convert_checkpoint(tmp_path / "mqa", tmp_path / "out", groups=2)
     with pytest.raises(UsageError, match="4 KV heads") as problem:
         convert_checkpoint(tmp_path / "mha", tmp_path / "out", groups=2)

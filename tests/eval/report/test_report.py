@@ -435,7 +435,7 @@ def test_time_against_kv_heads_is_plotted_from_three_numbers_on(content):
     content["models"][2]["kv_heads"] = [1]
     page = html(Comparison.model_validate(content))
     assert page.count("<svg") == PLOTS + 1
-    assert "Milliseconds per decoded token: 1 heads" in page
+    assert "Milliseconds per decoded token: 1 head" in page
 
 
 def test_a_source_from_the_cache_has_no_kl(content):

@@ -181,14 +181,16 @@ def test_one_process_continues_a_run_of_two(two, one, tiny_checkpoint, text_file
 
 
 @pytest.mark.parametrize("name", ["ddp-seeing", "fsdp-seeing"])
-def test_towers_that_text_does_not_reach_stop_no_step_and_stay_as_they_are(name, two, seeing, tmp_path):
+def test_towers_that_text_does_not_reach_stop_no_step_and_stay_as_they_are(name, two, seeing, text_file, tmp_path):
     """Each process would wait for the gradients of the vision tower, and fail at the second step."""
     from headfold.uptrain.settings import UptrainSettings
 
     entry = json.loads((two / name / "headfold.json").read_text())["history"][-1]
     assert entry["processes"] == 2
     assert entry["frozen"] == ["model.multi_modal_projector", "model.vision_tower"]
-    alone = uptrain_checkpoint(seeing, tmp_path / "one", UptrainSettings.restored(entry["settings"]))
+    # a record names files without their folders
+    values = {**entry["settings"], "data": str(text_file), "eval_data": str(text_file)}
+    alone = uptrain_checkpoint(seeing, tmp_path / "one", UptrainSettings.restored(values))
     assert curve(two / name) == pytest.approx(curve(alone), rel=TOLERANCE)
     source, saved = (load_file(folder / "model.safetensors") for folder in (seeing, two / name))
     assert source.keys() == saved.keys()
