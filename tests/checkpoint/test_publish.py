@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from headfold.checkpoint import publish
 from headfold.checkpoint.publish import publishing
 from headfold.checkpoint.record import last_entry, read_record, write_record
 from headfold.errors import HeadfoldError, UsageError
@@ -121,3 +122,18 @@ def test_the_working_folder_cannot_be_the_output(tmp_path, monkeypatch):
 def test_entries_of_a_record_that_are_none_are_passed_over(tmp_path):
     (tmp_path / "headfold.json").write_text('{"schema": 1, "history": ["x", {"step": "convert"}]}')
     assert read_record(tmp_path)["history"] == [{"step": "convert"}]
+
+
+def test_every_byte_is_on_the_disk_before_the_result_has_its_name(tmp_path, monkeypatch):
+    """A crash of the machine after the rename would leave a whole folder with empty files."""
+    flushed: list[str] = []
+    real = publish.flush
+    monkeypatch.setattr(publish, "flush", lambda file: (flushed.append(file.name), real(file)))
+    at_rename: list[list[str]] = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: (at_rename.append(list(flushed)), rename(self, to))[1])
+    with publishing(tmp_path / "out") as folder:
+        (folder / "sub").mkdir()
+        for name in ("a.bin", "sub/b.bin"):
+            (folder / name).write_bytes(b"x")
+    assert [sorted(names) for names in at_rename] == [["a.bin", "b.bin"]]
