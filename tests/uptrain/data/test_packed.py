@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from headfold.corpus import Corpus, Document, Encoder, open_corpus
 from headfold.errors import DataError, UsageError
+from headfold.uptrain.data import packed
 from headfold.uptrain.data.mixture import Mixture, MixturePosition, WeightedCorpus, open_mixture
 from headfold.uptrain.data.objective import NextToken
 from headfold.uptrain.data.packed import Position, SequenceStream, shuffled
@@ -250,3 +251,27 @@ def test_documents_of_any_length_reach_two_processes_once():
     assert len(seen) == len(set(seen))
     assert set(seen) <= {token for document in documents for token in document}
     assert total - len(seen) < 4
+
+
+def _documents_of_pass(stream: SequenceStream, documents: int) -> list[int]:
+    """The documents of one pass in their order, where each fills one sequence."""
+    return [next(stream).ids[0] // 100 for _ in range(documents)]
+
+
+def test_each_pass_over_the_text_has_another_order_of_documents(monkeypatch):
+    """One sequence a chunk, so the shuffle within chunks changes nothing."""
+    monkeypatch.setattr(packed, "_CHUNK_TOKENS", 1)
+    stream = SequenceStream(numbered(12, 4), Encoder(Numbers()), sequence_length=4, seed=3)
+    passes = [_documents_of_pass(stream, 12) for _ in range(3)]
+    assert all(sorted(one) == list(range(1, 13)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 3
+
+
+def test_each_chunk_has_another_order_of_sequences(monkeypatch):
+    """Documents come in one order here, so only the shuffle within chunks is seen."""
+    monkeypatch.setattr(packed, "_CHUNK_TOKENS", 32)
+    monkeypatch.setattr(packed, "shuffled", lambda documents, seed: documents)
+    stream = SequenceStream(numbered(24, 4), Encoder(Numbers()), sequence_length=4, seed=3)
+    chunks = [[number - 8 * chunk for number in _documents_of_pass(stream, 8)] for chunk in range(3)]
+    assert all(sorted(one) == list(range(1, 9)) for one in chunks)
+    assert len({tuple(one) for one in chunks}) == 3
