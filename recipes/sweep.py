@@ -20,7 +20,7 @@ from ..convert.family.model_type import ModelType
 from ..convert.methods.table import METHODS
 from ..convert.run import convert_checkpoint, plan_conversion
 from ..convert.settings import CalibrationSettings, ConvertSettings
-from ..corpus import HELDOUT, TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column
+from ..corpus import HELDOUT, TEXT, TRAIN, Columns, Corpus, open_corpus, refuse_idle_column, refuse_unknown_ids
 from ..errors import UnsupportedError
 from ..eval.measures.intervals import ratio_estimate
 from ..eval.measures.kv_cache import measure_cache
@@ -66,6 +66,8 @@ def _sweep(checkpoint: str, out: Path, settings: SweepSettings) -> Path:
     tokenizer = load_tokenizer(source.folder)
     window = _window(source, tokenizer, settings)
     documents = _documents(source, tokenizer, corpus, settings, window)
+    embeddings = int(ModelType(source.config).resolved.get_text_config().vocab_size)
+    refuse_unknown_ids(max(document.highest for document in documents), embeddings)
     tokens = [document.scored for document in documents]
     details = _details(source, settings, window, corpus.describe())
     rows = read_rows(out, details)
