@@ -1,7 +1,7 @@
 """Count the UTF-8 bytes of text behind tokens, also where a token ends in the middle of a letter.
 
-Offsets count characters. Byte-level tokenizers and byte fallback cut a letter such as 🙂 into several tokens, which then
-all have the span of the whole letter.
+Offsets count characters. Byte-level tokenizers and byte fallback cut a letter such as 🙂 into several tokens, which
+then all have the span of the whole letter.
 """
 
 from __future__ import annotations
