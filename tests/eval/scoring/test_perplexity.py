@@ -11,7 +11,7 @@ from headfold.errors import DataError, UsageError
 from headfold.eval.scoring import logits
 from headfold.eval.scoring.batches import collate, group_windows
 from headfold.eval.scoring.logits import SlicedLogits
-from headfold.eval.scoring.perplexity import score
+from headfold.eval.scoring.perplexity import Scores, score
 from headfold.eval.scoring.windows import TokenDocument, make_windows
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -219,3 +219,12 @@ def test_shares_of_two_processes_add_up_exactly(lengths):
     for whole, one_part, other_part in zip(alone.nll_N, first.nll_N, second.nll_N, strict=True):
         assert np.array_equal(whole, one_part + other_part)
         assert not np.any((one_part != 0) & (other_part != 0))
+
+
+def test_nats_are_summed_in_float64():
+    """A sum in float32 loses a quarter beside 2²⁴."""
+    nll = np.full(4097, 0.25, dtype=np.float32)
+    nll[0] = 2.0**24
+    (part,) = Scores([TokenDocument("d", list(range(4098)), 1, False)], [nll]).per_document()
+    assert part.nll_nats == 2.0**24 + 4096 * 0.25
+    assert part.tokens == 4097
