@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     except MemoryError:
         console.error("The memory of this machine is used up.", "Free some, or take a machine with more.")
         sys.exit(1)
-    except _StopRequested:
+    except _CommandStopped:
         said = _AFTER_A_STOP.get(next((word for word in words if not word.startswith("-")), ""))
         console.stopped("Nothing unfinished was left under the name of the output.", said)
         sys.exit(_STOPPED)
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-class _StopRequested(BaseException):
+class _CommandStopped(BaseException):
     """A signal asks the command to stop. Not KeyboardInterrupt, which typer turns into exit code 130 without a word."""
 
 
@@ -150,7 +150,7 @@ def _signals_raise() -> Iterator[None]:
         nonlocal last
         before, last = last, time.monotonic()
         if last - before >= _ECHO_SECONDS:
-            raise _StopRequested
+            raise _CommandStopped
 
     caught = (signal.SIGTERM, signal.SIGINT)
     # one that is ignored stays so, as a shell has it for commands in the background
